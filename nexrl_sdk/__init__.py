@@ -1,0 +1,39 @@
+"""NexRL: post-train language-model agents, from a notebook cell to a cluster."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# name -> module: imported on first use, so that `import nexrl_sdk` costs milliseconds and no torch
+_exports: dict[str, str] = {
+    **dict.fromkeys(["Trajectory", "Batch", "Datum", "Completion", "SamplingParams", "AdamParams", "NexRLError"], "types"),
+    "Recipe": "recipe.config",
+    **dict.fromkeys(["Evaluator", "BaseEvaluationTarget", "EvaluationRunResult"], "rollout.evaluator"),
+    "SingleTurnWorker": "rollout.worker",
+    "Backend": "backend.base",
+    "LocalBackend": "backend.local",
+    "MockBackend": "backend.mock",
+    **dict.fromkeys(["Trainer", "BaseTrainer"], "trainer.base"),
+    "SelfHostedTrainer": "trainer.self_hosted",
+    "SelfHostedGrpoTrainer": "trainer.grpo",
+    "SelfHostedCrossEntropyTrainer": "trainer.cross_entropy",
+    "Run": "run.store",
+}
+
+__all__ = ["__version__", *_exports]
+
+
+def __getattr__(name: str) -> Any:
+    module = _exports.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_exports))}")
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_exports})
