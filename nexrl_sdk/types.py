@@ -55,7 +55,7 @@ class BackendError(NexRLError, RuntimeError):
     """A backend that is closed, or was asked for something that it cannot do."""
 
 
-class Interrupted(NexRLError, KeyboardInterrupt):
+class Interrupted(KeyboardInterrupt):
     """The stop flag was set; the step under way was undone, and nothing is half done."""
 
 # %% ../nbs/00_types.ipynb #c7eed86f
@@ -176,7 +176,7 @@ STATUSES = ("ok", "failed", "unscored", "error")
 class Trajectory(MutableMapping[str, Any]):
     """What one rollout produced, token by token; a mapping whose keys are attributes too."""
 
-    __slots__ = ("_d", "__weakref__")
+    __slots__ = ("__weakref__", "_d")
     _d: dict[str, Any]
 
     def __init__(
