@@ -1,0 +1,160 @@
+"""Reverse five letters: the task, its reward, and the small model that is made for it on the spot."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import random
+import secrets
+import shutil
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+LETTERS = "abcdefghij"
+LENGTH = 5  # letters in a prompt
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+VOCABULARY = [PAD, EOS, UNK, ">", *string.ascii_letters, *"+-*/=.,?"]  # 64 characters
+HELD_OUT, TRAINED = 256, 8192  # strings: to be judged on, and to learn from by reinforcement
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    },
+    "warm_start": {"steps": 400, "batch": 64, "lr": 2e-3, "right": 0.3},
+}
+
+
+# -- data: prompts `cabde>`, answers `edbac` -------------------------------------------------------
+
+
+def strings() -> list[str]:
+    """All 100,000 strings in one fixed random order: the first 256 are held out from every training."""
+    order = random.Random(20261).sample(range(len(LETTERS) ** LENGTH), len(LETTERS) ** LENGTH)
+    return ["".join(LETTERS[i // len(LETTERS) ** k % len(LETTERS)] for k in range(LENGTH)) for i in order]
+
+
+def as_row(text: str) -> dict[str, str]:
+    """One row of the dataset."""
+    return {"prompt": f"{text}>", "answer": text[::-1]}
+
+
+def train_rows() -> list[dict[str, str]]:
+    """The rows to learn from."""
+    return [as_row(s) for s in strings()[HELD_OUT : HELD_OUT + TRAINED]]
+
+
+def val_rows() -> list[dict[str, str]]:
+    """The rows to be judged on; neither the warm start nor the reinforcement sees them."""
+    return [as_row(s) for s in strings()[:HELD_OUT]]
+
+
+def reward(
+    data: Mapping[str, Any],  # the row
+    answer: str,  # what the model wrote, without the end of sequence
+) -> float:  # 0 to 1
+    """Positions that are right, over the longer of the two lengths."""
+    truth = str(data["answer"])
+    return sum(a == b for a, b in zip(answer, truth)) / max(len(answer), len(truth))
+
+
+# -- the model: half a million parameters, warm-started on a mixture of right and wrong answers -----
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character; text that it cannot spell becomes `<unk>`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=64)
+
+
+def warm_start_batch(
+    letters_NL: torch.Tensor,  # all strings that may be used, as token ids
+    batch: int,
+    right: float,  # share of right answers; half of the others copy the prompt, half shuffle it
+    generator: torch.Generator,
+) -> torch.Tensor:  # [B, 2 L + 2]: letters, ">", letters, end of sequence
+    """Prompts with answers, some of them right."""
+    import torch
+
+    prompt_BL = letters_NL[torch.randint(len(letters_NL), (batch,), generator=generator)]
+    shuffle_BL = torch.rand(prompt_BL.shape, generator=generator).argsort(1)
+    kind_B1 = torch.rand(batch, 1, generator=generator)
+    straight_L = torch.arange(LENGTH)
+    order_BL = torch.where(kind_B1 < right, straight_L.flip(0), torch.where(kind_B1 < (1 + right) / 2, straight_L, shuffle_BL))
+    mark_B1, end_B1 = torch.full((batch, 1), VOCABULARY.index(">")), torch.full((batch, 1), VOCABULARY.index(EOS))
+    return torch.cat([prompt_BL, mark_B1, prompt_BL.gather(1, order_BL), end_B1], dim=1)
+
+
+def warm_start(seed: int) -> Qwen2ForCausalLM:
+    """A new model after plain supervised learning: it can reverse, and seldom does."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from tqdm.auto import trange
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    how = SETTINGS["warm_start"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(Qwen2Config(**SETTINGS["model"], pad_token_id=0, eos_token_id=1, bos_token_id=None))
+    generator = torch.Generator().manual_seed(seed)
+    letters_NL = torch.tensor([[VOCABULARY.index(c) for c in s] for s in strings()[HELD_OUT:]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how["lr"], weight_decay=0.0, fused=True)
+    for _ in trange(how["steps"], desc="warm start", unit="step", mininterval=0.25):
+        ids_BT = warm_start_batch(letters_NL, how["batch"], how["right"], generator)
+        logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[:, LENGTH:]
+        cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, LENGTH + 1 :].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def recipe_of(seed: int) -> str:
+    """A short hash of all that decides the model: settings, seed, and the code that follows them."""
+    code = [inspect.getsource(f) for f in (strings, build_tokenizer, warm_start_batch, warm_start)]
+    return hashlib.sha256(json.dumps([SETTINGS, VOCABULARY, seed, code]).encode()).hexdigest()[:12]
+
+
+def build_model(
+    seed: int,
+    cache_dir: Path,  # made models are kept here, one folder each
+) -> Path:  # a folder that transformers loads
+    """Make the model and its tokenizer, or find them made."""
+    from safetensors.torch import save_file
+
+    done = Path(cache_dir) / f"reverse-seed{seed}-{recipe_of(seed)}"
+    if done.exists():
+        return done
+    work = done.with_name(f".{done.name}-{secrets.token_hex(4)}")
+    work.mkdir(parents=True)
+    try:
+        model = warm_start(seed)
+        model.config.save_pretrained(work)
+        save_file({k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}, work / "model.safetensors", {"format": "pt"})
+        build_tokenizer().save_pretrained(work)
+        os.rename(work, done)  # whole or not at all; of two builders the first one's stays
+    except OSError:
+        if not done.exists():
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return done
