@@ -23,7 +23,8 @@ from .source import Source, capture, file_digest, load_object, read_source, rows
 from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['MASK', 'CACHE', 'check_tree', 'is_secret', 'mask', 'Settings', 'Identity', 'Parts', 'Recipe', 'find_recipe']
+__all__ = ['MASK', 'NOTEBOOK', 'CACHE', 'check_tree', 'is_secret', 'mask', 'Settings', 'Identity', 'code_roles', 'Parts',
+           'Recipe', 'find_recipe']
 
 # %% ../../nbs/60_recipe.config.ipynb #9321643e
 _OWN_KEYS = {
@@ -177,6 +178,7 @@ class Settings:
     def _take(self, tree: Tree, live: Mapping[str, Any], base_dir: Path, path: Path | None = None) -> None:
         values = check_tree(tree, live)
         self.live, self.base_dir, self.path = dict(live), base_dir.resolve(), path
+        _one_source(values, self.live)
         self.env_refs = _env_references(tree)
         self._require(values, path)
         self.config = OmegaConf.create(escape(values))
@@ -202,7 +204,8 @@ class Settings:
     ) -> Path:  # relative to the recipe's file, then to the working directory; the former where neither exists
         """Find a path that the recipe names."""
         path = Path(text).expanduser()
-        candidates = [path] if path.is_absolute() else [self.base_dir / path, Path.cwd() / path]
+        folders = dict.fromkeys([self.base_dir, *([self.path.parent] if self.path else []), Path.cwd()])
+        candidates = [path] if path.is_absolute() else [f / path for f in folders]
         return next((c for c in candidates if c.exists()), candidates[0])
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,6 +226,15 @@ class Settings:
             if get_path(values, key) == MASK:
                 set_path(values, key, reference)
         return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _one_source(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """Rows come from one place."""
+    for role in ("data", "validate.data"):
+        section = get_path(values, role) or {}
+        given = [k for k in ("data_files", "source", "hub") if section.get(k)] + (["rows of a cell"] if role in live else [])
+        if len(given) > 1:
+            raise ConfigError(f"{role}: {' and '.join(given)} are both given; rows come from one of them")
 
 
 def _env_references(tree: Tree) -> dict[str, str]:
@@ -259,45 +271,46 @@ class Identity(Settings):
         config, found = self.to_dict(), {}
         for key in ("data", "validate.data"):
             found.update(self._data_digest(key, get_path(config, key) or {}))
-        code = {"model.builder": ("builder", config["model"]["builder"]), "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"])}
-        for section, name, role in (("trainer", "custom_trainer", "trainer_class"), ("rollout_worker", "custom_rollout_worker", "worker_class")):
-            path, cls = config[section][f"{name}_module_path"], config[section][f"{name}_class_name"]
-            code[f"{section}.{name}_class_name"] = (role, f"{path}:{cls}" if path and cls else None)
-        for key, (role, reference) in code.items():
-            digest = self._code_digest(role, reference, key)
-            if digest:
-                found[key] = digest
-        return found
+        for key, (role, reference) in code_roles(config).items():
+            found[key] = self._code_digest(role, reference, key)
+        for key in ("model.path", "model.tokenizer"):
+            name = get_path(config, key)
+            found[key] = _folder_digest(self.resolve_path(name)) if name else None
+        return {k: v for k, v in found.items() if v}
 
     def _code_digest(self, role: str, reference: str | None, key: str) -> str | None:
         if role in self.live:
-            try:
-                return self.source(role, key).digest
-            except ConfigError:  # what cannot be written is only equal to itself
-                return f"live:{id(self.live[role])}"
+            return self._live_digest(role, key)
         if not reference or not re.search(r"\.py:\w+$", reference):
             return None
         path, name = split_reference(reference, key)
         file = self.resolve_path(path)
         return read_source(file, name).digest if file.is_file() else None
 
+    def _live_digest(self, role: str, key: str) -> str:
+        """Of an object of a cell, taken once."""
+        memo = f"digest {role}"
+        if memo not in self._cache:
+            try:
+                rows = role.endswith("data") and not callable(self.live[role])
+                self._cache[memo] = hashlib.sha256(rows_bytes(self.live_rows(role), key)).hexdigest() if rows else self.source(role, key).digest
+            except ConfigError:
+                self._cache[memo] = NOTEBOOK
+        return self._cache[memo]
+
     def source(self, role: str, key: str = "") -> Source:
-        """The source of a live object."""
+        """The source of an object of a cell."""
         return capture(self.live[role], key or role)
 
-    def _data_digest(self, key: str, section: Mapping[str, Any]) -> dict[str, str]:
-        rows = self.live.get(key)
-        if rows is not None and not callable(rows):
-            return {f"{key}.data_files": hashlib.sha256(rows_bytes(self.live_rows(key), key)).hexdigest()}
-        reference = section.get("source")
-        if rows is not None or reference:
-            digest = self._code_digest(key, reference, f"{key}.source")
-            return {f"{key}.source": digest} if digest else {}
+    def _data_digest(self, key: str, section: Mapping[str, Any]) -> dict[str, str | None]:
+        if key in self.live:
+            return {f"{key}.{'source' if callable(self.live[key]) else 'data_files'}": self._live_digest(key, key)}
+        if section.get("source"):
+            return {f"{key}.source": self._code_digest("", section["source"], f"{key}.source")}
         files = section.get("data_files") or []
         paths = [self.resolve_path(f) for f in ([files] if isinstance(files, str) else files)]
-        if not paths or not all(p.is_file() for p in paths):
-            return {}
-        return {f"{key}.data_files": "+".join(_file_digest(p) for p in paths)}
+        known = bool(paths) and all(p.is_file() for p in paths)
+        return {f"{key}.data_files": "+".join(_file_digest(p) for p in paths) if known else None}
 
     def live_rows(self, key: str) -> list[dict[str, Any]]:
         """Rows that were given in a cell, as a list."""
@@ -309,14 +322,13 @@ class Identity(Settings):
         return load_rows(rows)
 
     def canonical(self) -> dict[str, Any]:
-        """The values that decide how a run goes, with content in place of names."""
-        values = self.to_dict()
+        """The values that decide how a run goes, with content in place of names, and without secrets."""
+        values = mask(self.to_dict())
         digests = self.digests()
         for key, digest in digests.items():
             set_path(values, key, digest)
-        for section, name in (("trainer", "custom_trainer"), ("rollout_worker", "custom_rollout_worker")):
-            if f"{section}.{name}_class_name" in digests:
-                values[section].pop(f"{name}_module_path")
+            if key.endswith("_class_name"):
+                set_path(values, key.replace("_class_name", "_module_path"), None)
         return values
 
     def fingerprint(
@@ -331,9 +343,29 @@ class Identity(Settings):
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
-        return self.canonical() == other.canonical() if isinstance(other, Identity) else NotImplemented
+        if not isinstance(other, Identity):
+            return NotImplemented
+        same = all(self.live[r] is other.live.get(r) for r in self.live if self._live_digest(r, r) == NOTEBOOK)
+        return same and self.canonical() == other.canonical()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+NOTEBOOK = "an object of a notebook"  # stands for what no file can hold
+
+
+def code_roles(
+    config: Mapping[str, Any],
+) -> dict[str, tuple[str, str | None]]:  # dotted key -> (role of a live object, reference "file.py:Name")
+    """Where a recipe names code."""
+    roles: dict[str, tuple[str, str | None]] = {
+        "model.builder": ("builder", config["model"]["builder"]),
+        "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"]),
+    }
+    for section, name, role in (("trainer", "custom_trainer", "trainer_class"), ("rollout_worker", "custom_rollout_worker", "worker_class")):
+        path, cls = config[section][f"{name}_module_path"], config[section][f"{name}_class_name"]
+        roles[f"{section}.{name}_class_name"] = (role, f"{path}:{cls}" if path and cls else None)
+    return roles
 
 
 _file_digests: dict[tuple[str, int, int], str] = {}
@@ -345,6 +377,15 @@ def _file_digest(path: Path) -> str:
     if key not in _file_digests:
         _file_digests[key] = file_digest(path)
     return _file_digests[key]
+
+def _folder_digest(folder: Path, whole: int = 64 << 20) -> str | None:
+    """Of a local model: its files' content, or where they are large their names, sizes and configuration."""
+    if not folder.is_dir():
+        return None
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    small = sum(p.stat().st_size for p in files) <= whole
+    parts = [f"{p.relative_to(folder)} {_file_digest(p) if small or p.suffix == '.json' else p.stat().st_size}" for p in files]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 # %% ../../nbs/60_recipe.config.ipynb #d592b085
 CACHE = "NEXRL_CACHE"
@@ -481,6 +522,19 @@ class Recipe(Parts):
 
         return save_recipe(self, Path(folder))
 
+    def keep(
+        self,
+        folder: Path,  # a run folder
+    ) -> dict[str, Any]:  # what run.json must hold to find everything again
+        """Write the resolved recipe into a run folder."""
+        from nexrl_sdk.recipe.export import keep_recipe
+
+        return keep_recipe(self, folder)
+
+    def shown(self) -> dict[str, Any]:
+        """Every key with its value, without secrets."""
+        return mask(self.to_dict())
+
     def validate(self) -> list[Any]:  # of Finding
         """Look for everything that would stop a run, without loading the model."""
         from nexrl_sdk.recipe.check import check_recipe
@@ -569,10 +623,7 @@ def _plain(value: Any) -> Any:
 
 
 def _row_source(section: Any) -> Any:
-    given = {k: section[k] for k in ("data_files", "source", "hub") if section[k]}
-    if len(given) > 1:
-        raise ConfigError(f"data: {' and '.join(given)} are both set; rows come from one of them")
-    key, value = next(iter(given.items()))
+    key, value = next((k, section[k]) for k in ("data_files", "source", "hub") if section[k])
     return f"hf:{value}" if key == "hub" else value if isinstance(value, str) else list(value)
 
 
@@ -597,8 +648,9 @@ def find_recipe(
 def _base_dir(file: Path) -> Path:
     """The recipe's own folder; for the recipe of a run, the folder that the run was started from."""
     run = file.parent / "run.json"
-    if file.name == "recipe.yaml" and run.is_file():
-        stored = json.loads(run.read_text(encoding="utf-8")).get("base_dir")
-        if stored:
-            return Path(stored) if Path(stored).is_absolute() else file.parent / stored
-    return file.parent
+    if file.name != "recipe.yaml" or not run.is_file():
+        return file.parent
+    info = json.loads(run.read_text(encoding="utf-8"))
+    if info.get("not_stored"):
+        raise ConfigError(f"the run {file.parent} was started in a notebook with what no file can hold ({'; '.join(info['not_stored'].values())}). Go on with it there: Trainer(recipe, run=Run.open({str(file.parent)!r})).resume()")
+    return Path(info.get("base_dir") or file.parent)

@@ -161,7 +161,7 @@ class Optim(Section):
     """AdamW and its schedule."""
 
     lr: Positive = 1e-5
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     grad_clip: NonNegative = 1.0  # global norm; 0: none
@@ -198,7 +198,7 @@ class Validate(Section):
     data: Rows | None = None  # null: no validation
     eval: Eval = Field(default_factory=Eval)
     n: Count = 1  # answers a prompt
-    ks: list[Count] = Field(default_factory=lambda: [1])  # for pass@k
+    ks: list[Count] = [1]  # for pass@k
     temperature: NonNegative | None = None  # null: as in training; 0 is greedy
     max_samples: Count | None = None  # first rows only
 
@@ -206,7 +206,7 @@ class Validate(Section):
 class Logger(Section):
     """Where metrics go besides the run folder."""
 
-    backend: list[Literal["console", "file", "wandb", "tensorboard", "trackio"]] = Field(default_factory=lambda: ["console", "file"])
+    backend: list[Literal["console", "file", "wandb", "tensorboard", "trackio"]] = ["console", "file"]
     wandb: dict[str, Any] = Field(default_factory=dict)  # arguments of wandb.init: project, name, tags, mode
     trackio: dict[str, Any] = Field(default_factory=dict)  # arguments of trackio.init
 

@@ -151,7 +151,7 @@ def _is_installed(module: types.ModuleType) -> bool:
         return False
     if file is None:
         return module.__name__ in sys.builtin_module_names or module.__name__ in sys.stdlib_module_names
-    roots = [sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(str(importlib.util.find_spec("nexrl_sdk").origin)).parent)]
+    roots = [sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(str(sys.modules["nexrl_sdk"].__file__)).parent)]
     return any(Path(file).is_relative_to(root) for root in roots)
 
 
@@ -231,7 +231,7 @@ def _class_of(obj: Any, what: str) -> type:
     cls = type(obj)
     try:
         same = vars(cls()) == vars(obj)
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever the user's __init__ raises
         same = False
     if not same:
         raise ConfigError(f"{what}: this {cls.__name__} was made with values of its own ({', '.join(getattr(obj, '__dict__', {})) or 'no attributes'}), which no file holds; make them defaults of __init__, or subclass it")
