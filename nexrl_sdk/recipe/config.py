@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from .compose import Tree, compose, escape, get_path, override, resolve, respell, set_path
 from .schema import RecipeSchema, defaults, problems
 from .source import Source, capture, file_digest, load_object, read_source, rows_bytes, split_reference
+from ..run.monitor import error_budget
 from ..types import ConfigError, nearest
 
 # %% auto #0
@@ -68,7 +69,23 @@ def check_tree(
         raise ConfigError(_report(found, tree))
     for section, keys in own.items():
         full[section].update(keys)
+    _fit_pool(full, get_path(spelt.values, "data.batch_size") is not None)
+    handling = full["runtime_monitor"]["exception_handling"]
+    full["trainer"]["error_budget"] = error_budget(handling["policy"] if handling["enabled"] else "continue", full["trainer"]["error_budget"])
     return full
+
+
+def _fit_pool(full: dict[str, Any], prompts_given: bool) -> None:
+    """Trajectories a step are prompts times answers, whichever of them the recipe gives."""
+    pool, data = full["trajectory_pool"], full["data"]
+    size, group = pool["batch_size"], pool["group_size"]
+    if size is not None and not prompts_given and size % group == 0:
+        data["batch_size"] = size // group
+    if size is not None and size != data["batch_size"] * group:
+        raise ConfigError(f"trajectory_pool.batch_size: {size} trajectories a step are not data.batch_size x trajectory_pool.group_size = {data['batch_size']} x {group} = {data['batch_size'] * group}")
+    pool["batch_size"] = data["batch_size"] * group
+    if pool["key_list"] not in (None, [data["prompt_key"]]):
+        raise ConfigError(f"trajectory_pool.key_list: {pool['key_list']!r} must be the prompt's column, [{data['prompt_key']!r}], or left out: answers are compared with the other answers to their prompt")
 
 
 def _report(found: Mapping[str, str], tree: Tree) -> str:
@@ -87,8 +104,8 @@ def _data_section(value: Any, role: str, live: dict[str, Any]) -> dict[str, Any]
     """Rows as a list, a frame, a function, path(s), or a section."""
     if isinstance(value, Mapping):
         section = dict(value)
-        for key in ("data_files", "source"):
-            if key in section and not _is_written(section[key]):
+        for key in ("rows", "data_files", "source"):
+            if key in section and (key == "rows" or not _is_written(section[key])):
                 live[role] = section.pop(key)
         return section
     if _is_text(value) and re.search(r"\.py:\w+$", str(value)):
@@ -119,7 +136,7 @@ def _sections(given: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
         out["data"] = _data_section(out["data"], "data", live)
     if "validate" in out:
         held_out = out["validate"]
-        section = dict(held_out) if isinstance(held_out, Mapping) and not set(held_out) & {"data_files", "source", "hub"} else {"data": held_out}
+        section = dict(held_out) if isinstance(held_out, Mapping) and not set(held_out) & {"rows", "data_files", "source", "hub"} else {"data": held_out}
         if section.get("data") is not None:
             section["data"] = _data_section(section["data"], "validate.data", live)
         out["validate"] = section
@@ -214,7 +231,10 @@ class Settings:
 
     def changed(self) -> dict[str, Any]:
         """Only the keys that differ from their defaults."""
-        return _difference(self.to_dict(), defaults())
+        values = _difference(self.to_dict(), defaults())
+        if "trajectory_pool" in values:
+            values["trajectory_pool"].pop("batch_size", None)  # follows from prompts and answers
+        return {k: v for k, v in values.items() if v != {}}
 
     def to_yaml(
         self,

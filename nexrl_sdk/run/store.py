@@ -363,6 +363,11 @@ class Run(Folder):
             self._lock.close()
             self._lock = None
 
+    def discard(self) -> None:
+        """Remove the folder with everything in it."""
+        shutil.rmtree(self.folder)
+        self.close()
+
     def __enter__(self) -> Run:
         return self
 
