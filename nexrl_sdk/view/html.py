@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -119,7 +120,8 @@ def number(
     if not isinstance(value, (int, float, np.number)) or isinstance(value, np.complexfloating):
         return plain(value)
     try:
-        return _float(float(value)) if not isinstance(value, (int, np.integer)) or abs(value) >= 10**15 else f"{int(value):,}".replace("-", "−")
+        whole = int(value) if isinstance(value, (int, np.integer)) else None
+        return f"{whole:,}".replace("-", "−") if whole is not None and abs(whole) < 10**15 else _float(float(value))  # type: ignore[arg-type]
     except OverflowError:
         return "beyond 1e308"
 
@@ -358,7 +360,7 @@ def thin(
         return x_N, y_N
     edges = np.linspace(0, n, max(2, most // 2) + 1).astype(int)
     keep: list[int] = []
-    for lo, hi in zip(edges[:-1], edges[1:]):
+    for lo, hi in itertools.pairwise(edges):
         part = y_N[lo:hi]
         if hi > lo:
             known = np.isfinite(part)
