@@ -660,8 +660,9 @@ def find_recipe(
     if not path.is_file() and path.with_name(f"{path.name}.yaml").is_file():
         return path.with_name(f"{path.name}.yaml")
     if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
-        raise ConfigError(f"there is no recipe {path}{near}")
+        around = path.parent.iterdir() if path.parent.is_dir() else []
+        names = [p.name for p in around if p.suffix == ".yaml" or (p.is_dir() and any(p.glob("*.yaml")))]
+        raise ConfigError(f"there is no recipe {path}{nearest(path.name, names) if names else ''}")
     return path
 
 
