@@ -314,8 +314,8 @@ def check_adapter(
         raise ConfigError(f"{folder} holds no adapter: it needs adapter_config.json and adapter_model.safetensors")
     tensors = load_file(folder / "adapter_model.safetensors")
     modules = dict(model.base.named_modules())
-    problems = []
-    for key, value in tensors.items():
+    problems = [f"{k} is more than a low-rank pair (DoRA, a saved module or a bias), which the engine does not know" for k in tensors if ".lora_A." not in k and ".lora_B." not in k]
+    for key, value in tensors.items() if not problems else ():
         name = key.removeprefix("base_model.model.").split(".lora_")[0]
         layer = modules.get(name)
         layer = getattr(layer, "base_layer", layer)
