@@ -18,10 +18,11 @@ from nexrl_sdk.view.html import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['PROBABILITIES', 'COLOR_BY', 'STATUS_TONES', 'TILES', 'Pieces', 'surprise', 'legend_html', 'tokens_html', 'strip_html',
-           'reward_of', 'advantage_of', 'groups_table', 'rollouts_html', 'trajectory_html', 'completion_html',
-           'datum_html', 'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line',
-           'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
+__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'STATUS_TONES', 'TILES', 'Pieces', 'surprise', 'legend_html',
+           'tokens_html', 'strip_html', 'reward_bar', 'short', 'reward_of', 'advantage_of', 'prompt_html',
+           'answer_html', 'groups_table', 'rollouts_html', 'trajectory_html', 'completion_html', 'datum_html',
+           'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line', 'tiles_html',
+           'metrics_html', 'step_html', 'backend_html', 'trainer_html']
 
 # %% ../../nbs/56_view.rollouts.ipynb #b71fd15e
 class Pieces:
@@ -87,7 +88,7 @@ _EDGES = np.log(np.asarray(PROBABILITIES))
 _TINTS = (0.13, 0.24, 0.36, 0.5, 0.66, 0.84)
 COLOR_BY = ("logprob", "advantage", "none")
 
-_STYLE = (
+TOKEN_STYLE = (
     ".nx.nx .nx-k{font-family:var(--nx-mono);font-size:12.5px;line-height:1.65;white-space:pre-wrap;overflow-wrap:anywhere;max-height:21em;overflow:auto}"
     ".nx.nx .nx-k i{font-style:normal;border-radius:3px;padding:1px 0;box-decoration-break:clone;-webkit-box-decoration-break:clone}.nx.nx .nx-k i+i{margin-left:1px}"
     ".nx.nx .nx-k .d{color:var(--nx-m);opacity:.8}.nx.nx .nx-k .z{border:1px solid var(--nx-l);padding:0 3px;font-size:11px;opacity:.75}.nx.nx .nx-k .x{outline:1.5px solid var(--nx-r)}"
@@ -216,7 +217,12 @@ def _first(mask: Any, total: int) -> int:
     return int(found[0]) if len(found) else total
 
 
-def _of(reward: float | None, low: float, high: float, color: str = "a") -> Html:
+def reward_bar(
+    reward: float | None,
+    low: float,  # the scale's ends; 0 lies between them
+    high: float,
+    color: str = "a",
+) -> Html:
     """A bar on the common scale of a table, and its number."""
     if reward is None:
         return el("div", el("svg", width=56, height=8), el("span", "–", cls="nx-m"), cls="nx-bar")
@@ -224,10 +230,11 @@ def _of(reward: float | None, low: float, high: float, color: str = "a") -> Html
     track = el("rect", x=0, y=0, width=56, height=8, rx=2, style="fill:var(--nx-f)")
     fill = el("rect", x=f"{min(zero, at):.1f}", y=0, width=f"{abs(at - zero):.1f}", height=8, rx=2, style=f"fill:var(--nx-{color})")
     middle = el("rect", x=f"{zero - 0.5:.1f}", y=-1, width=1, height=10, style="fill:var(--nx-m)") if low < 0 else None
-    return el("div", el("svg", track, fill, middle, width=56, height=8, viewBox="0 0 56 8"), el("span", _short(reward)), cls="nx-bar")
+    return el("div", el("svg", track, fill, middle, width=56, height=8, viewBox="0 0 56 8"), el("span", short(reward)), cls="nx-bar")
 
 
-def _short(x: float) -> str:
+def short(x: float) -> str:
+    """A reward with two decimals."""
     return f"{x:.2f}".replace("-", "−") if abs(x) < 1000 else number(x)
 
 # %% ../../nbs/56_view.rollouts.ipynb #1dfea514
@@ -277,7 +284,11 @@ def advantage_of(trajectory: Mapping[str, Any]) -> float | None:
     return finite(trajectory.get("advantage"))
 
 # %% ../../nbs/56_view.rollouts.ipynb #42252b99
-def _prompt(t: Mapping[str, Any], pieces: Pieces, limit: int) -> Html:
+def prompt_html(
+    t: Mapping[str, Any],  # a trajectory's fields
+    pieces: Pieces,
+    limit: int,  # characters shown
+) -> Html:
     """The prompt: its text, its messages, or its tokens."""
     given = t.get("prompt")
     if isinstance(given, str) and given:
@@ -289,7 +300,12 @@ def _prompt(t: Mapping[str, Any], pieces: Pieces, limit: int) -> Html:
     return tokens_html(tokens[:first], tokenizer=pieces, limit=limit // 4, spaces=False) if first else muted("no prompt")
 
 
-def _answer(t: Mapping[str, Any], pieces: Pieces, by: str, limit: int) -> Html:
+def answer_html(
+    t: Mapping[str, Any],  # a trajectory's fields
+    pieces: Pieces,
+    by: str,  # one of COLOR_BY
+    limit: int,  # tokens shown
+) -> Html:
     """The answer's tokens in colour; its text where there is no tokenizer; the cause where it failed."""
     status, tokens = t.get("status", "ok"), _array(t.get("tokens"))
     first = _first(t.get("loss_mask"), len(tokens))
@@ -316,21 +332,21 @@ def _group_head(table_of: _Groups, key: str, members: Sequence[Any], columns: in
     truth = members[0].get("ground_truth")
     lost = len(members) - len(rewards)
     notes = [
-        muted(f"mean {_short(sum(rewards) / len(rewards))}") if rewards else None,
+        muted(f"mean {short(sum(rewards) / len(rewards))}") if rewards else None,
         chip("all equal", "", "every answer has the same reward, so the group teaches nothing") if len(rewards) > 1 and max(rewards) - min(rewards) < 1e-12 else None,
         chip(f"{lost} without a reward", "warn") if lost else None,
         muted("expected ", clip(truth, 80)) if truth not in (None, "") else None,
     ]
     line = el("div", muted(clip(key, 40)), notes, cls="nx-h", style="margin:4px 0 0;font-size:12px")
-    return el("tr", el("td", _prompt(members[0], table_of.pieces, 600), line, colspan=columns), cls="nx-g")
+    return el("tr", el("td", prompt_html(members[0], table_of.pieces, 600), line, colspan=columns), cls="nx-g")
 
 
 def _member_row(table_of: _Groups, t: Any, leaning: float | None, tokens: int) -> Html:
     color = "g" if (leaning or 0) > 0 else "r"
     cells = [
-        el("td", _of(reward_of(t), table_of.low, table_of.high), cls="nx-nw"),
-        el("td", _of(leaning, -table_of.widest, table_of.widest, color), cls="nx-nw"),
-        el("td", _answer(t, table_of.pieces, table_of.by, tokens), style="width:100%"),
+        el("td", reward_bar(reward_of(t), table_of.low, table_of.high), cls="nx-nw"),
+        el("td", reward_bar(leaning, -table_of.widest, table_of.widest, color), cls="nx-nw"),
+        el("td", answer_html(t, table_of.pieces, table_of.by, tokens), style="width:100%"),
         el("td", _end(t), cls="nx-num"),
     ]
     return el("tr", cells)
@@ -371,7 +387,7 @@ def rollouts_html(
     rollouts = rollouts if isinstance(rollouts, Sequence) or hasattr(rollouts, "__len__") else list(rollouts)
     if by not in COLOR_BY:
         raise ConfigError(f"tokens can be coloured by logprob, advantage or none, not {by!r}{nearest(by, COLOR_BY)}")
-    return fragment(box(_rollouts_head(rollouts, by), groups_table(rollouts, tokenizer, limit, members, by) if len(rollouts) else muted("no rollouts")), style=_STYLE)  # type: ignore[arg-type]
+    return fragment(box(_rollouts_head(rollouts, by), groups_table(rollouts, tokenizer, limit, members, by) if len(rollouts) else muted("no rollouts")), style=TOKEN_STYLE)  # type: ignore[arg-type]
 
 
 def _rollouts_head(rollouts: Any, by: str) -> Html:
@@ -381,7 +397,7 @@ def _rollouts_head(rollouts: Any, by: str) -> Html:
     causes = {s: n for s in STATUS_TONES if (n := sum(1 for t in every if t.get("status", "ok") == s))}
     beside = [
         muted(f"{len(every):,} answers to {prompts:,} prompts") if every else None,
-        muted(f"mean reward {_short(sum(rewards) / len(rewards))}") if rewards else None,
+        muted(f"mean reward {short(sum(rewards) / len(rewards))}") if rewards else None,
         [chip(f"{n:,} {s}", STATUS_TONES[s]) for s, n in causes.items()],
         chip("held out") if every and all(t.get("is_val") for t in every) else None,
         el("span", legend_html(by), cls="nx-end"),
@@ -409,7 +425,7 @@ def trajectory_html(
     before = more(start, "tokens before") if start else None
     texts = [el("div", el("div", clip(t.get(k), 2000), cls="nx-k", dir="auto")) for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
     others = {k: v for k, v in t.items() if k not in _SHOWN}
-    return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), pairs(others) if others else None), style=_STYLE)
+    return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), pairs(others) if others else None), style=TOKEN_STYLE)
 
 
 def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
@@ -436,7 +452,7 @@ def completion_html(
     c = completion
     total = sum(x for x in map(finite, c.logprobs[:100_000]) if x is not None)
     beside = [muted(f"{len(c.tokens):,} tokens"), chip(c.finish_reason, "warn" if c.finish_reason != "stop" else ""), muted(f"logprob {number(total)}, weights {number(c.weight_version)}"), el("span", legend_html(), cls="nx-end")]
-    return fragment(box(heading("Completion", *beside), tokens_html(c.tokens, c.logprobs, tokenizer=tokenizer, limit=limit)), style=_STYLE)
+    return fragment(box(heading("Completion", *beside), tokens_html(c.tokens, c.logprobs, tokenizer=tokenizer, limit=limit)), style=TOKEN_STYLE)
 
 
 def datum_html(
@@ -452,7 +468,7 @@ def datum_html(
     at = range(first, min(len(datum.tokens), first + limit))
     rows = [[str(i), _one(pieces, datum.tokens[i]), _one(pieces, datum.targets[i]), *(float(datum.fields[f][i]) for f in fields)] for i in at]
     head = heading("Datum", muted(f"{len(datum.tokens):,} positions"), muted(f"shown from the first weight, at {first + 2:,}") if first else None)
-    return fragment(box(head, table(rows, ["position", "reads", "predicts", *fields], limit=limit), more(len(datum.tokens) - at.stop, "positions")), style=_STYLE)
+    return fragment(box(head, table(rows, ["position", "reads", "predicts", *fields], limit=limit), more(len(datum.tokens) - at.stop, "positions")), style=TOKEN_STYLE)
 
 
 def _one(pieces: Pieces, token: Any) -> Html:
@@ -621,7 +637,7 @@ def step_html(
     took = finite(metrics.get("time/step"))
     fold = el("details", el("summary", f"{len(metrics):,} metrics"), metrics_html(metrics), style="margin:4px 0") if metrics else None
     shown = el("div", el("div", legend_html(), style="margin:8px 0 0"), groups_table(rollouts, tokenizer, limit, 4)) if rollouts is not None and len(rollouts) else None
-    return fragment(box(heading(title, muted(seconds(took)) if took is not None else None), tiles_html(metrics), fold, shown), style=_STYLE)
+    return fragment(box(heading(title, muted(seconds(took)) if took is not None else None), tiles_html(metrics), fold, shown), style=TOKEN_STYLE)
 
 # %% ../../nbs/56_view.rollouts.ipynb #ead87d2a
 def backend_html(
