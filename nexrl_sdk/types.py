@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 # %% auto #0
 __all__ = ['STATUSES', 'NexRLError', 'ConfigError', 'DataError', 'ContextOverflowError', 'EvaluatorError', 'NonFiniteError',
            'CheckpointError', 'RunFolderError', 'BackendError', 'Interrupted', 'nearest', 'SamplingParams',
-           'AdamParams', 'Completion', 'Datum', 'Trajectory']
+           'AdamParams', 'Completion', 'Datum', 'Trajectory', 'FloatList', 'Batch']
 
 # %% ../nbs/00_types.ipynb #d82c7141
 class NexRLError(Exception):
@@ -291,3 +292,556 @@ class Trajectory(MutableMapping[str, Any]):
             full = np.asarray(value, dtype=np.float32)
             shifted[name] = (full * mask if full.ndim == 0 else full)[1:]
         return Datum(tokens[:-1], tokens[1:], shifted)
+
+# %% ../nbs/00_types.ipynb #a1a67367
+def _flat(
+    rows: Sequence[Any],  # one sequence of numbers a row
+    dtype: Any,  # of the result
+) -> np.ndarray:  # [N] all rows behind each other
+    if all(type(r) is list or type(r) is tuple for r in rows):
+        return np.fromiter(chain.from_iterable(rows), dtype=dtype, count=sum(map(len, rows)))
+    return np.concatenate([np.asarray(r, dtype=dtype) for r in rows]) if rows else np.zeros(0, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tokens of B rows lie in a rectangle."""
+
+    lengths: np.ndarray  # [B]
+    left: np.ndarray  # [B] padding before the first token
+    index: np.ndarray  # [N] place of each token in the flattened rectangle
+    width: int  # T
+
+    def scatter(self, flat: np.ndarray, fill: float = 0) -> Any:
+        """Values [N] as a tensor [B, T]."""
+        import torch
+
+        out = np.full(len(self.lengths) * self.width, fill, dtype=flat.dtype) if fill else np.zeros(len(self.lengths) * self.width, dtype=flat.dtype)
+        out[self.index] = flat
+        return torch.from_numpy(out.reshape(len(self.lengths), self.width))
+
+    def positions(self) -> Any:
+        """Position ids [B, T]: 0 on left padding, the last position again on right padding."""
+        import torch
+
+        columns = np.arange(self.width)[None] - self.left[:, None]
+        return torch.from_numpy(columns.clip(0, np.maximum(self.lengths - 1, 0)[:, None]))
+
+
+def _layout(
+    lengths: np.ndarray,  # [B] tokens
+    mask: np.ndarray,  # [N] flat loss mask
+) -> _Layout:
+    starts, rows = np.cumsum(lengths) - lengths, np.repeat(np.arange(len(lengths)), lengths)
+    sampled = np.flatnonzero(mask)
+    first = sampled[np.diff(rows[sampled], prepend=-1) != 0]  # flat place of each row's first sampled token
+    prompt = lengths.copy()
+    prompt[rows[first]] = first - starts[rows[first]]
+    column = int(prompt.max(initial=0))  # where answers begin
+    left, width = column - prompt, column + int((lengths - prompt).max(initial=0))
+    offset = np.arange(len(lengths)) * width + left - starts
+    return _Layout(lengths, left, np.arange(len(mask)) + np.repeat(offset, lengths), width)
+
+# %% ../nbs/00_types.ipynb #3f94cbc0
+_ROW_KEYS = {"reward": "rewards", "group_id": "group_ids", "run_id": "run_ids"}  # trajectory key -> metadata key
+_TOKEN_KEYS = {"tokens": "input_ids", "logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_probs"}  # trajectory key -> values key
+_STRUCTURE = ("input_ids", "attention_mask", "position_ids")
+_NEVER_PER_TOKEN = {*_DEFAULTS} - {"tokens", "loss_mask", "logprobs"}
+
+
+def _is_per_token(value: Any, length: int) -> bool:
+    if isinstance(value, (str, bytes)) or not (isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "detach")):
+        return False
+    shape = getattr(value, "shape", None)
+    return len(value) == length and bool(length) and (len(shape) == 1 if shape is not None else isinstance(value[0], (bool, int, float, np.number)))
+
+
+def _token_keys(rows: list[dict[str, Any]], keys: Iterable[str]) -> list[str]:
+    """Keys that hold one number a token in every row that has them, and are in at least one."""
+    found = []
+    for key in keys:
+        if key in _NEVER_PER_TOKEN or key in ("tokens", "loss_mask"):
+            continue
+        given = [(d[key], len(d.get("tokens", ()))) for d in rows if d.get(key) is not None and not (key == "logprobs" and len(d[key]) == 0)]
+        if given and all(_is_per_token(v, n) for v, n in given):
+            found.append(key)
+    return found
+
+# %% ../nbs/00_types.ipynb #4c7e5b48
+def _size(values: Mapping[str, Any], default: int = 0) -> int:
+    """Rows of a batch's values."""
+    anchor = values.get("input_ids")
+    sized = [anchor] if anchor is not None else [v for v in values.values() if _rows(v) is not None]
+    return int(_rows(sized[0]) or 0) if sized else default
+
+
+def _rows(value: Any) -> int | None:
+    """Entries along the first dimension; None for what has none."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    shape = getattr(value, "shape", None)
+    return int(shape[0]) if shape is not None and len(shape) else None
+
+
+class FloatList(list):
+    """A list of floats that torch functions take for a float32 tensor: `torch.mean(batch.metadata["rewards"])`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import torch
+
+        def tensor(x: Any) -> Any:
+            return torch.tensor(list(x), dtype=torch.float32) if isinstance(x, cls) else x
+
+        return func(*map(tensor, args), **{k: tensor(v) for k, v in (kwargs or {}).items()})
+
+
+class _Metadata(dict):
+    """Metadata of a batch; advantages put here, one a sequence, are what the loss sees."""
+
+    def __init__(self, given: Mapping[str, Any], values: dict[str, Any]):
+        super().__init__()
+        self._values = values
+        for key, value in given.items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in ("rewards", "advantages") and isinstance(value, (list, tuple)):
+            value = FloatList(float("nan") if v is None else float(v) for v in value)
+        if key == "advantages" and len(value) == _size(self._values, len(value)):
+            import torch
+
+            self._values["advantages"] = torch.as_tensor(np.asarray(value, dtype=np.float32))
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        return _Metadata, (dict(self), self._values)
+
+# %% ../nbs/00_types.ipynb #2e067095
+def _take(value: Any, index: np.ndarray, size: int) -> Any:
+    """Rows of a value that has one a row; anything else as it is."""
+    if _rows(value) != size:
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)([value[i] for i in index])
+    if isinstance(value, np.ndarray):
+        return value[index]
+    import torch
+
+    return value[torch.from_numpy(index).to(value.device)]
+
+
+def _widen(value: Any, left: int, right: int, fill: float) -> Any:
+    """Columns added to a [B, T, ...] value; taken away where negative."""
+    if left < 0 or right < 0:
+        value = value[:, max(0, -left) : value.shape[1] - max(0, -right)]
+    left, right = max(0, left), max(0, right)
+    if not left and not right:
+        return value
+    shape = (value.shape[0], left + value.shape[1] + right, *value.shape[2:])
+    out = np.full(shape, fill, dtype=value.dtype) if isinstance(value, np.ndarray) else value.new_full(shape, fill)
+    out[:, left : left + value.shape[1]] = value
+    return out
+
+
+def _join(parts: list[Any], sizes: list[int], fill: Any) -> Any:
+    """Values of several batches behind each other; `fill` for the rows of a batch that has none."""
+    known = next(p for p in parts if p is not None)
+    if isinstance(known, (list, tuple)):
+        return [v for p, n in zip(parts, sizes) for v in (p if p is not None else [fill] * n)]
+    if isinstance(known, np.ndarray):
+        return np.concatenate([p if p is not None else np.zeros((n, *known.shape[1:]), known.dtype) for p, n in zip(parts, sizes)])
+    import torch
+
+    return torch.cat([torch.as_tensor(p) if p is not None else known.new_zeros((n, *known.shape[1:])) for p, n in zip(parts, sizes)])
+
+# %% ../nbs/00_types.ipynb #17c49af0
+def _to_batch(
+    rows: list[dict[str, Any]],  # B trajectories' fields
+    pad_token_id: int,
+) -> Batch:
+    tokens = [d.get("tokens", ()) for d in rows]
+    lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(rows))
+    masks = [m if (m := d.get("loss_mask")) is not None and len(m) else (0,) * len(t) for d, t in zip(rows, tokens)]
+    if [*map(len, masks)] != lengths.tolist():
+        wrong = next(i for i, m in enumerate(masks) if len(m) != lengths[i])
+        raise DataError(f"trajectory {wrong}: loss_mask has {len(masks[wrong])} entries for {lengths[wrong]} tokens")
+    mask = _flat(masks, np.int64)
+    at = _layout(lengths, mask)
+    values = {
+        "input_ids": at.scatter(_flat(tokens, np.int64), pad_token_id),
+        "attention_mask": at.scatter(np.ones(len(mask), dtype=np.int64)),
+        "position_ids": at.positions(),
+        "loss_mask": at.scatter(mask),
+    }
+    keys = dict.fromkeys(chain.from_iterable(rows))
+    metadata: dict[str, Any] = {"batch_size": len(rows)}
+    per_token = _token_keys(rows, keys)
+    for key in per_token:
+        values[_TOKEN_KEYS.get(key, key)], present = _scatter_key(rows, key, at)
+        if not all(present):
+            metadata[f"{_TOKEN_KEYS.get(key, key)}/present"] = present
+    metadata["rewards"] = _rewards(rows)
+    for key in keys:
+        if key in {"tokens", "loss_mask", "reward", *per_token}:
+            continue
+        if key in ("logprobs", "ref_logprobs", "advantages"):
+            for d in rows:
+                Trajectory(d)  # raises where a length is wrong
+        elif _ROW_KEYS.get(key, key) in metadata or key in values:
+            raise DataError(f"a trajectory's {key!r} would replace the batch's own {key!r}; rename it")
+        else:
+            metadata[_ROW_KEYS.get(key, key)] = [d.get(key) for d in rows]
+    return Batch(values, metadata)
+
+
+def _rewards(rows: list[dict[str, Any]]) -> list[float]:
+    """Rewards that may enter a baseline; NaN for what is not scored."""
+    given = [(d.get("reward"), d.get("status", "ok")) for d in rows]
+    return [float(r) if s == "ok" and isinstance(r, (int, float, np.number)) and math.isfinite(r) else math.nan for r, s in given]
+
+
+def _scatter_key(rows: list[dict[str, Any]], key: str, at: _Layout) -> tuple[Any, list[bool]]:
+    """A per-token key as [B, T], and which rows have it."""
+    present = [d.get(key) is not None and (len(d[key]) > 0 or not n) for d, n in zip(rows, at.lengths.tolist())]
+    sequences = [d[key] if has else (0,) * n for d, has, n in zip(rows, present, at.lengths.tolist())]
+    if key in _TOKEN_KEYS or all(isinstance(s[0], float) for s, has in zip(sequences, present) if has and len(s) and type(s) is list):
+        flat = _flat(sequences, np.float32)
+    else:
+        flat = np.concatenate([np.asarray(s) for s in sequences])
+    kind = flat.dtype.kind
+    return at.scatter(flat.astype(np.float32 if kind == "f" else np.int64, copy=False)), present
+
+# %% ../nbs/00_types.ipynb #34cde5fc
+def _to_trajectories(batch: Batch) -> list[Trajectory]:
+    """Each row's tokens without padding, and everything else under the name that a trajectory gives it."""
+    size, attended = len(batch), batch._attended()
+    ends = np.cumsum(attended.sum(1)).tolist()
+    spans = list(zip([0, *ends[:-1]], ends))
+    back = {**{v: k for k, v in _TOKEN_KEYS.items()}, **{v: k for k, v in _ROW_KEYS.items()}}
+    rows: list[dict[str, Any]] = [{} for _ in range(size)]
+    for key, value in batch.values.items():
+        if key in _STRUCTURE[1:] or _rows(value) != size:
+            continue
+        present = batch.metadata.get(f"{key}/present") or [True] * size
+        array = _numpy(value)
+        if array is not None and array.shape == attended.shape:
+            flat = array[attended].tolist()
+            column = [flat[a:b] for a, b in spans]
+        else:
+            column = value if array is None else array.tolist()
+        name = "advantage" if key == "advantages" and array is not None and array.ndim == 1 else back.get(key, key)
+        for row, has, entry in zip(rows, present, column):
+            if has:
+                row[name] = entry
+    for key, value in batch.metadata.items():
+        if isinstance(value, (list, tuple)) and len(value) == size and not key.endswith("/present") and key not in ("is_padding", "advantages"):
+            for row, entry in zip(rows, value):
+                if entry is not None and not (key == "rewards" and math.isnan(entry)):
+                    row[back.get(key, key)] = entry
+    padding = batch.metadata.get("is_padding") or [False] * size
+    return [Trajectory(row) for row, extra in zip(rows, padding) if not extra]
+
+
+def _numpy(value: Any) -> np.ndarray | None:
+    """A tensor or array of numbers as numpy; None for a list."""
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.kind in "biuf" else None
+    return value.detach().float().cpu().numpy() if hasattr(value, "is_floating_point") and value.is_floating_point() else value.detach().cpu().numpy() if hasattr(value, "detach") else None
+
+# %% ../nbs/00_types.ipynb #8ad0a90e
+_DATUM_KEYS = {"logprobs": ("old_log_probs", "rollout_log_probs"), "rollout_logprobs": ("rollout_log_probs",), "ref_logprobs": ("ref_log_probs",), "advantages": ("advantages",)}
+
+
+def _to_datums(
+    batch: Batch,
+    skip_unsampled: bool,
+    given: Mapping[str, Any],  # [B] or [B, T] by batch key or datum field, before the batch's own
+) -> list[Datum]:
+    have = {**batch.values, **given}
+    attended, mask = batch._attended(), have.get("loss_mask")
+    if mask is None and skip_unsampled:
+        raise DataError("a batch without loss_mask has nothing to learn from; add loss_mask, 1 where the model sampled")
+    sampled = np.zeros(attended.shape, dtype=bool) if mask is None else (_matrix("loss_mask", mask, attended) != 0) & attended
+    fields = {"weights": _matrix("loss_weights", have["loss_weights"], attended) * sampled if have.get("loss_weights") is not None else _matrix("loss_mask", have.get("loss_mask", sampled), attended)}
+    for name, sources in _DATUM_KEYS.items():
+        source = next((s for s in sources if have.get(s) is not None and batch._complete(s, sampled)), None)
+        if source is not None:
+            fields[name] = _matrix(source, have[source], attended, sampled)
+    for name in given:
+        if name not in ("loss_weights", "loss_mask") and not any(name in sources for sources in _DATUM_KEYS.values()):
+            fields[name] = _matrix(name, given[name], attended, sampled)
+    flat = {name: np.ascontiguousarray(value[attended], dtype=np.float32) for name, value in fields.items()}
+    tokens, lengths = _numpy(batch.values["input_ids"])[attended].astype(np.int64), attended.sum(1)  # type: ignore[index]
+    ends = np.cumsum(lengths)
+    live = _any_after_first(sampled, attended) if skip_unsampled else np.ones(len(lengths), dtype=bool)
+    spans = zip((ends - lengths)[live].tolist(), ends[live].tolist())
+    return [Datum(tokens[a : max(a, b - 1)], tokens[a + 1 : b], {name: value[a + 1 : b] for name, value in flat.items()}) for a, b in spans]
+
+
+def _any_after_first(sampled: np.ndarray, attended: np.ndarray) -> np.ndarray:
+    """[B] whether a row has a sampled token that another comes before."""
+    return np.asarray((sampled & (np.cumsum(attended, 1) > 1)).any(1))
+
+
+def _matrix(name: str, value: Any, attended: np.ndarray, spread: np.ndarray | None = None) -> np.ndarray:
+    """A value [B, T] as float32; one a sequence is put on its sampled tokens."""
+    array = np.asarray(value if (as_numpy := _numpy(value)) is None else as_numpy, dtype=np.float32)
+    if array.shape == attended.shape[:1]:
+        return array[:, None] * (np.ones(attended.shape, np.float32) if spread is None else spread)
+    if array.shape != attended.shape:
+        raise DataError(f"{name} has shape {array.shape}; a batch of input_ids {attended.shape} takes that, or {attended.shape[:1]}")
+    return array
+
+# %% ../nbs/00_types.ipynb #96e44ddb
+class Batch:
+    """Trajectories as rectangles; a method that changes anything returns a new batch."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None = None,  # [B, T] or [B] tensors or arrays, lists of B, and what the whole batch shares
+        metadata: Mapping[str, Any] | None = None,  # lists of B (rewards, group_ids, ...), and what the whole batch shares
+    ):
+        self.values: dict[str, Any] = dict(values or {})
+        self.metadata: dict[str, Any] = _Metadata(metadata or {}, self.values)
+        size = len(self)
+        wrong = {k: tuple(v.shape) for k, v in self.values.items() if hasattr(v, "shape") and len(v.shape) and v.shape[0] != size}
+        if wrong:
+            raise DataError(f"a batch of {size} rows cannot hold {wrong}: the first dimension of every tensor is the row")
+
+    def __len__(self) -> int:
+        return _size(self.values, int(self.metadata.get("batch_size", len(self.metadata.get("rewards", ())))))
+
+    def copy(self) -> Batch:
+        """Its own dictionaries, the same tensors."""
+        return Batch(self.values, self.metadata)
+
+    @staticmethod
+    def from_trajectories(
+        trajectories: Sequence[Trajectory | Mapping[str, Any]],  # keys may differ from one to the next
+        pad_token_id: int = 0,  # what input_ids hold where attention_mask is 0
+    ) -> Batch:  # input_ids, attention_mask, position_ids, loss_mask, rollout_log_probs, other per-token keys; the rest as metadata lists
+        """Pad prompts on the left and answers on the right; a key that a trajectory lacks is 0 per token, None (reward: NaN) in metadata."""
+        return _to_batch([t._d if isinstance(t, Trajectory) else Trajectory(t)._d for t in trajectories], pad_token_id)
+
+    def to_trajectories(self) -> list[Trajectory]:
+        """The trajectories again, without padding; what is None or an unscored reward is left out."""
+        return _to_trajectories(self)
+
+    def to_datums(
+        self,
+        *,
+        skip_unsampled: bool = True,  # leave out rows that have nothing to learn; False: one datum a row
+        **fields: Any,  # [B] or [B, T], before the batch's own: advantages, loss_weights, ... or a field of your own
+    ) -> list[Datum]:  # weights, logprobs (old, else rollout), rollout_logprobs, ref_logprobs, advantages: as far as the batch has them
+        """What a loss sees, shifted by one and without padding; one advantage a sequence is put on its sampled tokens."""
+        return _to_datums(self, skip_unsampled, fields)
+
+    def scatter(
+        self,
+        per_row: Sequence[Any],  # B of [length - 1], as the losses return for `to_datums(skip_unsampled=False)`
+    ) -> Any:  # float32 [B, T], each on the token that it belongs to; 0 on the first token and on padding
+        """Put what was computed for datums back on the batch's tokens."""
+        import torch
+
+        attended, lengths = self._attended(), [max(0, int(n) - 1) for n in self._attended().sum(1)]
+        if [len(r) for r in per_row] != lengths:
+            raise DataError(f"scatter takes one array a row, of {lengths[:4]}... entries; got {len(per_row)} arrays of {[len(r) for r in per_row][:4]}...")
+        out = np.zeros(attended.shape, dtype=np.float32)
+        out[attended & (np.cumsum(attended, 1) > 1)] = _flat([np.asarray(r, dtype=np.float32) for r in per_row], np.float32)
+        return torch.from_numpy(out)
+
+    def _attended(self) -> np.ndarray:
+        """[B, T] bool, True on real tokens."""
+        if self.values.get("input_ids") is None:
+            raise DataError(f"this batch has no input_ids (it has {', '.join(self.values) or 'nothing'})")
+        mask = self.values.get("attention_mask")
+        return np.ones(tuple(self.values["input_ids"].shape), dtype=bool) if mask is None else np.asarray(_numpy(mask)) != 0
+
+    def _complete(self, key: str, sampled: np.ndarray) -> bool:
+        """Whether every row that is learned from came with this per-token key."""
+        present = self.metadata.get(f"{key}/present")
+        return present is None or bool(np.all(np.asarray(present, dtype=bool) | ~sampled.any(1)))
+
+    def select(
+        self,
+        index: Any,  # row numbers, or B booleans
+    ) -> Batch:
+        """Some rows, in the order asked for."""
+        rows = np.asarray(index)
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
+        size = len(self)
+        if rows.size and (rows.max() >= size or rows.min() < -size):
+            raise DataError(f"row {int(rows.max())} asked of a batch of {size}")
+        rows = rows % max(size, 1)
+        metadata = {k: _take(v, rows, size) for k, v in self.metadata.items() if k != "batch_size"}
+        return Batch({k: _take(v, rows, size) for k, v in self.values.items()}, {**metadata, "batch_size": len(rows)})
+
+    def slice(self, start: int | None = None, stop: int | None = None, step: int | None = None) -> Batch:
+        """Rows start to stop."""
+        return self.select(np.arange(len(self))[start:stop:step])
+
+    @staticmethod
+    def cat(
+        batches: Sequence[Batch],
+        pad_token_id: int = 0,
+    ) -> Batch:  # answers begin at one column; metadata of a whole batch is kept where all agree
+        """Batches behind each other, padded to one width."""
+        return _cat(list(batches), pad_token_id)
+
+    def pad(
+        self,
+        left: int = 0,  # columns; negative takes away
+        right: int = 0,
+        pad_token_id: int = 0,
+    ) -> Batch:
+        """Columns of padding added to everything per token."""
+        ids = self.values["input_ids"] if "input_ids" in self.values else next(v for v in self.values.values() if len(getattr(v, "shape", ())) >= 2)
+        values = {k: _widen(v, left, right, pad_token_id if k == "input_ids" else 0) if tuple(getattr(v, "shape", ())[:2]) == tuple(ids.shape) else v for k, v in self.values.items()}
+        batch = Batch(values, self.metadata)
+        if right > 0 and "position_ids" in values and "attention_mask" in values:
+            values["position_ids"][:, -right:] = values["position_ids"][:, -right - 1 : -right] if values["position_ids"].shape[1] > right else 0
+            batch.values["position_ids"] = values["position_ids"]
+        return batch
+
+    def pad_to_world_size(
+        self,
+        world_size: int,  # the number of rows becomes a multiple of this
+    ) -> Batch:  # the rows added repeat the shortest one's tokens; loss_mask, advantages and all else of theirs is 0, rewards NaN
+        """Rows without gradient, so that every worker gets as many; `to_trajectories` leaves them out."""
+        extra = -len(self) % world_size
+        return _with_padding_rows(self, extra) if extra else self.copy()
+
+    @staticmethod
+    def remove_redundant_left_padding(
+        batch: Batch,
+        pad_token_id: int | None = None,  # judges padding only where there is no attention_mask
+        anchor_field: str = "input_ids",  # the [B, T] value that says how wide the batch is
+        fields: Sequence[str] | None = None,  # must be there; everything of the anchor's shape is cut with them
+        max_strip_threshold: int = -1,  # columns at most; -1: all
+    ) -> Batch:
+        """Cut the columns on the left that are padding in every row; a real token is never cut, whatever its id."""
+        return _strip(batch, pad_token_id, anchor_field, fields, max_strip_threshold, left=True)
+
+    @staticmethod
+    def remove_redundant_right_padding(
+        batch: Batch,
+        pad_token_id: int | None = None,  # judges padding only where there is no attention_mask
+        anchor_field: str = "input_ids",  # the [B, T] value that says how wide the batch is
+        fields: Sequence[str] | None = None,  # must be there; everything of the anchor's shape is cut with them
+        max_strip_threshold: int = -1,  # columns at most; -1: all
+    ) -> Batch:
+        """Cut the columns on the right that are padding in every row; a real token is never cut, whatever its id."""
+        return _strip(batch, pad_token_id, anchor_field, fields, max_strip_threshold, left=False)
+
+    def to_nextrainer_batch(self) -> dict[str, Any]:
+        """The form that a training service takes: tensors, values (no tensors), metadata with batch_size and global_token_num."""
+        tensors, others = {}, {}
+        for key, value in self.values.items():
+            if _numpy(value) is None:
+                others[key] = value
+            else:
+                tensors[key] = _tensor(value)
+        counts = self._attended().sum(1).tolist() if "input_ids" in self.values else [0] * len(self)
+        metadata = {**self.metadata, "batch_size": len(self), "global_token_num": counts}
+        return {"tensors": tensors, "values": {"model_tag": self.metadata.get("model_tag", "default"), **others}, "metadata": metadata}
+
+    @staticmethod
+    def from_nextrainer_batch(
+        sent: Mapping[str, Any],  # tensors, values, metadata, as `to_nextrainer_batch` gives
+    ) -> Batch:
+        """What a training service was sent."""
+        metadata = {k: v for k, v in sent.get("metadata", {}).items() if k != "global_token_num"}
+        return Batch({**sent["tensors"], **sent.get("values", {})}, metadata)
+
+    def __repr__(self) -> str:
+        shapes = [f"{k} {str(v.dtype).removeprefix('torch.')} {list(v.shape)}" if hasattr(v, "shape") else k for k, v in self.values.items()]
+        return f"Batch({len(self)} rows; {', '.join(shapes)}; metadata: {', '.join(self.metadata)})"
+
+
+def _tensor(value: Any) -> Any:
+    import torch
+
+    return torch.as_tensor(value)
+
+# %% ../nbs/00_types.ipynb #99c94f13
+def _strip(batch: Batch, pad_token_id: int | None, anchor_field: str, fields: Sequence[str] | None, limit: int, left: bool) -> Batch:
+    """Cut common padding from one side."""
+    for name in (anchor_field, *(fields or ())):
+        if name not in batch.values:
+            raise DataError(f"this batch has no {name!r}{nearest(name, batch.values)}")
+    anchor = _numpy(batch.values[anchor_field])
+    if anchor is None or anchor.ndim < 2:
+        raise DataError(f"{anchor_field!r} is not [B, T], so it cannot say where padding is")
+    mask = _numpy(batch.values.get("attention_mask"))
+    if mask is None and pad_token_id is None:
+        raise DataError("without an attention_mask padding can only be told by pad_token_id; give one of them")
+    real = (mask != 0) if mask is not None and mask.shape == anchor.shape else anchor != pad_token_id
+    if (sampled := _numpy(batch.values.get("loss_mask"))) is not None and sampled.shape == real.shape:
+        real = real | (sampled != 0)
+    columns = np.flatnonzero(real.any(0))
+    width = int(real.shape[1])
+    cut = 0 if not len(columns) else int(columns[0]) if left else width - 1 - int(columns[-1])
+    cut = min(cut, limit) if limit >= 0 else cut
+    values = {k: _widen(v, -cut if left else 0, 0 if left else -cut, 0) if tuple(getattr(v, "shape", ())[:2]) == anchor.shape[:2] else v for k, v in batch.values.items()}
+    return Batch(values, batch.metadata)
+
+
+def _with_padding_rows(batch: Batch, extra: int) -> Batch:
+    """The batch and `extra` rows that teach nothing."""
+    size = len(batch)
+    lengths = batch._attended().sum(1)
+    source = int(np.argmin(np.where(lengths > 0, lengths, lengths.max(initial=0) + 1)))
+    wide = batch.select([*range(size), *[source] * extra])
+    for key, value in wide.values.items():
+        if key not in _STRUCTURE and _numpy(value) is not None:
+            value[size:] = 0
+    padding = batch.metadata.get("is_padding") or [False] * size
+    metadata = {k: [*v[:size], *[math.nan if k == "rewards" else 0.0 if k == "advantages" else None] * extra] if isinstance(v, (list, tuple)) and len(v) == size + extra else v for k, v in wide.metadata.items()}
+    return Batch(wide.values, {**metadata, "is_padding": [*padding, *[True] * extra]})
+
+
+def _cat(batches: list[Batch], pad_token_id: int) -> Batch:
+    """Aligned where answers begin."""
+    if not batches:
+        return Batch()
+    splits, widths = [_split(b) for b in batches], [_width(b) for b in batches]
+    column, right = max(splits), max(w - s for s, w in zip(splits, widths))
+    wide = [b.pad(column - s, right - (w - s), pad_token_id) if w else b for b, s, w in zip(batches, splits, widths)]
+    sizes = [len(b) for b in wide]
+    values: dict[str, Any] = {}
+    metadata: dict[str, Any] = {"batch_size": sum(sizes)}
+    for key in dict.fromkeys(k for b in wide for k in b.values):
+        parts = [b.values.get(key) for b in wide]
+        if all(p is None or _rows(p) == n for p, n in zip(parts, sizes)):
+            values[key] = _join(parts, sizes, None)
+            if any(p is None for p in parts):
+                metadata[f"{key}/present"] = [p is not None for p, n in zip(parts, sizes) for _ in range(n)]
+        else:
+            values[key] = next(p for p in parts if p is not None)
+    for key in dict.fromkeys(k for b in wide for k in b.metadata if k != "batch_size"):
+        parts = [b.metadata.get(key) for b in wide]
+        if all(p is None or _rows(p) == n for p, n in zip(parts, sizes)):
+            metadata[key] = _join(parts, sizes, key.endswith("/present") or (False if key == "is_padding" else math.nan if key == "rewards" else None))
+        elif all(_same(p, parts[0]) for p in parts):
+            metadata[key] = parts[0]
+    return Batch(values, metadata)
+
+
+def _width(batch: Batch) -> int:
+    ids = batch.values.get("input_ids")
+    return 0 if ids is None else int(ids.shape[1])
+
+
+def _split(batch: Batch) -> int:
+    """The column where answers begin: the first that any row sampled; the end where none did."""
+    mask = _numpy(batch.values.get("loss_mask"))
+    columns = np.flatnonzero((mask != 0).any(0)) if mask is not None else ()
+    return int(columns[0]) if len(columns) else _width(batch)
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except (ValueError, RuntimeError):  # arrays: no single answer
+        return False
