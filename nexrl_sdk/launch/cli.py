@@ -228,7 +228,7 @@ def main(
         code = app(arguments, standalone_mode=False)
     except typer.Abort:
         code = 130
-    except (KeyboardInterrupt, Exception) as e:  # noqa: BLE001 - the top of the program
+    except (KeyboardInterrupt, Exception) as e:
         show = getattr(e, "show", None)  # an argument that typer refuses shows itself
         if os.environ.get("NEXRL_DEBUG") and show is None:
             raise

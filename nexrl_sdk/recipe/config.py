@@ -468,9 +468,12 @@ class Parts(Identity):
 
     def worker_class(self) -> Any:
         """The worker class that the recipe asks for."""
+        custom = self._custom("worker_class", "rollout_worker", "custom_rollout_worker")
+        if custom is not None:
+            return custom
         from nexrl_sdk.rollout.worker import SimpleRolloutWorker
 
-        return self._custom("worker_class", "rollout_worker", "custom_rollout_worker") or SimpleRolloutWorker
+        return SimpleRolloutWorker
 
     def output_dir(self) -> Path:
         """Where a run of this recipe goes."""

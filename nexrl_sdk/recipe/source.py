@@ -12,6 +12,8 @@ import importlib.util
 import inspect
 import json
 import linecache
+import math
+import re
 import sys
 import sysconfig
 import textwrap
@@ -24,7 +26,8 @@ from typing import Any
 from ..types import ConfigError, NexRLError, nearest
 
 # %% auto #0
-__all__ = ['load_module', 'split_reference', 'load_object', 'Source', 'capture', 'read_source', 'rows_bytes', 'file_digest']
+__all__ = ['load_module', 'split_reference', 'load_object', 'Source', 'literal', 'capture', 'read_source', 'rows_bytes',
+           'file_digest']
 
 # %% ../../nbs/59_recipe.source.ipynb #6172bf9f
 _modules: dict[tuple[str, str], types.ModuleType] = {}
@@ -111,28 +114,46 @@ class Source:
         return hashlib.sha256("\n".join([self.name, *sorted(pieces)]).encode()).hexdigest()
 
 
-def _code_of(obj: Any) -> types.CodeType | None:
+def _functions(obj: Any) -> list[types.FunctionType]:
+    """The function itself, or a class's own methods."""
+    values = vars(obj).values() if inspect.isclass(obj) else [obj]
+    plain = (inspect.unwrap(getattr(v, "__func__", v)) for v in values)
+    return [f for f in plain if isinstance(f, types.FunctionType)]
+
+
+def _places(obj: Any) -> list[tuple[str, int | None]]:
+    """Files and cells that may define an object, with a line inside it where one is known."""
+    found: list[tuple[str, int | None]] = [(f.__code__.co_filename, f.__code__.co_firstlineno) for f in _functions(obj)]
     if inspect.isclass(obj):
-        return next((f.__code__ for f in (inspect.unwrap(getattr(v, "__func__", v)) for v in vars(obj).values()) if isinstance(f, types.FunctionType)), None)
-    return getattr(inspect.unwrap(obj), "__code__", None) if callable(obj) else None
+        file = getattr(sys.modules.get(obj.__module__), "__file__", None)
+        cells = [name for name in linecache.cache if "ipython" in name or "ipykernel" in name]
+        found += [(name, None) for name in ([file] if file else []) + (cells[::-1] if obj.__module__ == "__main__" else [])]
+    return list(dict.fromkeys(found))
+
+
+def _find(obj: Any) -> tuple[str, ast.AST] | None:
+    """Source text and syntax tree of a function or class."""
+    for filename, line in _places(obj):
+        text = "".join(linecache.getlines(filename))
+        nodes = [n for n in ast.walk(ast.parse(text or "")) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n.name == obj.__name__]
+        nodes = [n for n in nodes if line is None or _first_line(n) <= line <= (n.end_lineno or 0)]
+        if nodes:
+            lines = text.splitlines()[_first_line(nodes[-1]) - 1 : nodes[-1].end_lineno]
+            return textwrap.dedent("\n".join(lines)), nodes[-1]
+    return None
 
 
 def _definition(obj: Any, what: str) -> tuple[str, ast.AST]:
-    """Source text and syntax tree of a function or class, from a file or a notebook cell."""
     name = obj.__name__
     if name == "<lambda>":
         raise ConfigError(f"{what}: a lambda cannot be written to a file; give it a name with def")
-    code = _code_of(obj)
-    if code is None:
+    free = () if inspect.isclass(obj) else inspect.unwrap(obj).__code__.co_freevars
+    if free:
+        raise ConfigError(f"{what}: {name!r} is a closure over {', '.join(free)}, which no file can hold; make these parameters with defaults, or names of the notebook")
+    found = _find(obj)
+    if found is None:
         raise ConfigError(f"{what}: the source of {name!r} cannot be found; define it with def or class in a cell or a file")
-    if not inspect.isclass(obj) and code.co_freevars:
-        raise ConfigError(f"{what}: {name!r} is a closure over {', '.join(code.co_freevars)}, which no file can hold; make these parameters with defaults, or names of the notebook")
-    text = "".join(linecache.getlines(code.co_filename))
-    for node in ast.walk(ast.parse(text or "")):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name and _first_line(node) <= code.co_firstlineno <= (node.end_lineno or 0):
-            lines = text.splitlines()[_first_line(node) - 1 : node.end_lineno]
-            return textwrap.dedent("\n".join(lines)), node
-    raise ConfigError(f"{what}: the source of {name!r} cannot be found; define it with def or class in a cell or a file")
+    return found
 
 
 def _first_line(node: Any) -> int:
@@ -144,6 +165,27 @@ def _names_in(node: ast.AST) -> list[str]:
     return list(dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)))
 
 # %% ../../nbs/59_recipe.source.ipynb #cb1c2887
+def literal(
+    value: Any,
+) -> str | None:  # None where no expression gives the value back
+    """An expression for a plain value."""
+    if isinstance(value, re.Pattern):
+        return f"re.compile({value.pattern!r}, {int(value.flags & ~re.UNICODE)})"
+    if isinstance(value, (set, frozenset)):
+        items = [literal(v) for v in value]
+        inner = None if None in items else "{" + ", ".join(sorted(str(i) for i in items)) + "}" if items else ""
+        return None if inner is None else inner if inner and isinstance(value, set) else f"{type(value).__name__}({inner})"
+    if type(value) in (list, tuple):
+        items = [literal(v) for v in value]
+        closing = "[]" if isinstance(value, list) else "()"
+        return None if None in items else closing[0] + ", ".join(map(str, items)) + ("," if len(items) == 1 and closing == "()" else "") + closing[1]
+    if type(value) is dict:
+        pairs = [(literal(k), literal(v)) for k, v in value.items()]
+        return None if any(None in p for p in pairs) else "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"
+    plain = value is None or value is ... or type(value) in (bool, int, str, bytes, complex) or (type(value) is float and math.isfinite(value))
+    return repr(value) if plain else None
+
+# %% ../../nbs/59_recipe.source.ipynb #1749f1c3
 def _is_installed(module: types.ModuleType) -> bool:
     """Whether a module comes from Python or an installed package, and not from the user's own files."""
     file = getattr(module, "__file__", None)
@@ -182,8 +224,8 @@ class _Capture:
             return
         text, node = _definition(obj, self.what)
         self.definitions[name] = ""
-        scope = vars(module) if module is not None else {}
-        scope = getattr(_first_function(obj), "__globals__", scope)
+        own = [f.__globals__ for f in _functions(obj) if f.__module__ == obj.__module__]
+        scope = own[0] if own else vars(sys.modules[obj.__module__])
         for used in _names_in(node):
             if used in scope and used != name:
                 self.add(used, scope[used])
@@ -191,26 +233,19 @@ class _Capture:
         self.definitions[name] = text if name == obj.__name__ else f"{text}\n\n\n{name} = {obj.__name__}"
 
     def add_constant(self, name: str, value: Any) -> None:
-        """A value that its repr gives back, or an object of an installed package's module."""
-        try:
-            if ast.literal_eval(repr(value)) == value:
-                self.constants[name] = f"{name} = {value!r}"
-                return
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            pass
+        """A plain value, or an object of an installed package's module."""
+        text = literal(value)
+        if text is not None:
+            self.constants[name] = f"{name} = {text}"
+            if "re.compile(" in text:
+                self.imports["import re"] = None
+            return
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         if module is not None and _is_installed(module) and getattr(module, name, None) is value:
             self.imports[f"from {module.__name__} import {name}"] = None
             return
-        if name in ("annotations",):
-            return
-        raise ConfigError(f"{self.what}: it uses {name!r}, a {type(value).__name__}, which cannot be written to a file; make it inside the function, or put the code in a .py file and name it 'file.py:Name'")
-
-
-def _first_function(obj: Any) -> Any:
-    if inspect.isclass(obj):
-        return next((inspect.unwrap(getattr(v, "__func__", v)) for v in vars(obj).values() if isinstance(getattr(v, "__func__", v), types.FunctionType)), None)
-    return inspect.unwrap(obj)
+        if name != "annotations":  # from __future__
+            raise ConfigError(f"{self.what}: it uses {name!r}, a {type(value).__name__}, which cannot be written to a file; make it inside the function, or put the code in a .py file and name it 'file.py:Name'")
 
 
 def capture(
@@ -270,10 +305,19 @@ def _bound(node: ast.stmt) -> list[str]:
 
 
 def _constant(name: str, node: Any) -> str:
+    text = literal(_value(node.value)) if node.value is not None else None
+    return ast.unparse(node) if text is None else f"{name} = {text}"
+
+
+def _value(node: ast.expr) -> Any:
+    """What an expression gives, where that is plain to see; else an object that is no literal."""
+    makers: dict[str, Callable[..., Any]] = {"set": set, "frozenset": frozenset, "re.compile": re.compile}
     try:
-        return f"{name} = {ast.literal_eval(node.value)!r}"
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in makers and not node.keywords:
+            return makers[ast.unparse(node.func)](*(ast.literal_eval(a) for a in node.args))
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, re.error):
+        return object()
 
 # %% ../../nbs/59_recipe.source.ipynb #315a4dbd
 def _plain(value: Any) -> Any:

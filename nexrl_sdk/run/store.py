@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -53,13 +54,13 @@ def writing(
 
 def write_whole(
     path: Path,
-    text: str,
+    content: str | bytes,
 ) -> None:
     """Write a small file whole or not at all."""
     temporary = path.with_name(f".{path.name}.part")
     try:
-        with temporary.open("w", encoding="utf-8") as f:
-            f.write(text)
+        with temporary.open("wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -449,9 +450,9 @@ class Run(Folder):
         """Write the summary and the metrics as a table."""
         self._writable()
         with writing(self.folder):
-            temporary = self.folder / ".metrics.parquet.part"
-            self.metrics().write_parquet(temporary)
-            os.replace(temporary, self.folder / "metrics.parquet")
+            table = io.BytesIO()
+            self.metrics().write_parquet(table)
+            write_whole(self.folder / "metrics.parquet", table.getvalue())
             write_whole(self.folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")
 
 

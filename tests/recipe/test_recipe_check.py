@@ -1,0 +1,83 @@
+"""What `Recipe.validate` finds before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from nexrl_sdk import Recipe
+
+pytest.importorskip("nexrl_sdk.rollout.evaluator")
+pytest.importorskip("nexrl_sdk.rollout.data")
+
+ROWS = [{"prompt": f"{i}>", "answer": "a"} for i in range(32)]
+
+
+def reward(row, answer):
+    return 1.0
+
+
+def one_argument(row):
+    return 1.0
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def found(model, **sections) -> dict[str, str]:
+    recipe = Recipe(**{"model": str(model), "data": ROWS, "evaluator": reward, "validate": ROWS, "rollout_worker": {"max_tokens": 8}, **sections})
+    return {f.key: f"{f.level}: {f.message}" for f in recipe.validate()}
+
+
+def test_a_good_recipe_has_no_findings_and_loads_no_model(model):
+    loaded = "transformers" in sys.modules
+    assert found(model) == {}
+    assert ("transformers" in sys.modules) == loaded
+
+
+@pytest.mark.parametrize(
+    "sections,key,expected",
+    [
+        ({"algorithm": {"mini_batch_size": 5}}, "algorithm.mini_batch_size", "error: 5 does not divide the 128 trajectories"),
+        ({"trajectory_pool": {"group_size": 1}}, "trajectory_pool.group_size", "error: grpo compares"),
+        ({"rollout_worker": {"temperature": 0.0, "max_tokens": 8}}, "rollout_worker.temperature", "error: 0 is greedy"),
+        ({"rollout_worker": {"max_tokens": 64}}, "rollout_worker.max_tokens", "error: 64 new tokens leave no room"),
+        ({"data": {"rows": ROWS, "max_prompt_length": 60}}, "data.max_prompt_length", "more than the model's context of 64"),
+        ({"data": {"rows": ROWS, "prompt_key": "question"}}, "data.prompt_key", "error: 32 of 32 rows of"),
+        ({"data": "nowhere.jsonl"}, "data", "nowhere.jsonl"),
+        ({"data": []}, "data", "error"),
+        ({"data": {"rows": ROWS, "batch_size": 64}}, "data.batch_size", "warning"),
+        ({"validate": None}, "validate.data", "warning: there are no held-out rows"),
+        ({"validate": {"data": ROWS, "ks": [1, 4]}}, "validate.ks", "error: pass@4 needs at least 4 answers"),
+        ({"evaluator": "nowhere.py:reward"}, "rollout_worker.evaluator_module_path", "error: there is no file"),
+        ({"evaluator": one_argument}, "rollout_worker.evaluator_module_path", "error"),
+        ({"evaluator": 3.5}, "rollout_worker.evaluator_module_path", "error"),
+        ({"logger": {"backend": ["file", "trackio"]}}, "logger.backend", "pip install 'nexrl_sdk[track]'"),
+        ({"trainer": {"optim": {"warmup_steps": 200}}}, "trainer.optim.warmup_steps", "warning"),
+        ({"trainer": {"custom_trainer_module_path": "x.py"}}, "trainer.custom_trainer_module_path", "belong together"),
+    ],
+)
+def test_findings(sections, key, expected, model):
+    if key == "logger.backend" and "trackio" in sys.modules:
+        pytest.skip("trackio is installed")
+    assert expected in found(model, **sections)[key]
+
+
+def test_model_folders(model, tmp_path):
+    (model / "model.safetensors").unlink()
+    assert "holds no weights" in found(model)["model.path"]
+    (model / "tokenizer.json").unlink()
+    assert "holds no tokenizer" in found(model)["model.tokenizer"]
+    (model / "config.json").unlink()
+    assert "holds no config.json" in found(model)["model.path"]
+    assert "did you mean 'tiny'" in found("./tinyy")["model.path"] or "there is no folder" in found("./tinyy")["model.path"]
+    assert found("org/name") == {}
