@@ -836,7 +836,7 @@ def _width(batch: Batch) -> int:
 def _split(batch: Batch) -> int:
     """The column where answers begin: the first that any row sampled; the end where none did."""
     mask = _numpy(batch.values.get("loss_mask"))
-    columns = np.flatnonzero((mask != 0).any(0)) if mask is not None else ()
+    columns = np.flatnonzero((mask != 0).any(0)) if mask is not None else np.zeros(0, dtype=np.int64)
     return int(columns[0]) if len(columns) else _width(batch)
 
 
