@@ -251,7 +251,7 @@ font:13px/1.5 var(--jp-ui-font-family,system-ui),system-ui,-apple-system,"Segoe 
 .nx.nx .nx-chip.nx-good,.nx.nx .nx-chip.nx-bad,.nx.nx .nx-chip.nx-warn,.nx.nx .nx-chip.nx-accent{border-color:currentColor}
 .nx.nx table{border-collapse:collapse;border:0;margin:0;width:100%;table-layout:auto;font-size:13px;color:inherit}
 .nx.nx thead,.nx.nx tbody,.nx.nx tr,.nx.nx tbody tr:nth-child(odd),.nx.nx tbody tr:nth-child(even),.nx.nx tbody tr:hover{background:none;border:0}
-.nx.nx th,.nx.nx td{border:0;padding:4px 12px 4px 0;text-align:left;vertical-align:top;font-weight:400;white-space:normal;max-width:none;background:none;overflow-wrap:anywhere}
+.nx.nx th,.nx.nx td{border:0;padding:4px 12px 4px 0;text-align:left;vertical-align:baseline;font-weight:400;white-space:normal;max-width:none;background:none;overflow-wrap:anywhere}
 .nx.nx th{color:var(--nx-m);font-size:12px;border-bottom:1px solid var(--nx-l);vertical-align:bottom;overflow-wrap:normal}.nx.nx td{border-top:1px solid var(--nx-f)}
 .nx.nx tbody:first-of-type tr:first-child td{border-top:0}
 .nx.nx .nx-num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
@@ -369,6 +369,18 @@ def thin(
     return x_N[keep], y_N[keep]
 
 
+def _binned(x_N: np.ndarray, y_N: np.ndarray, most: int = 600) -> tuple[np.ndarray, np.ndarray]:
+    """Means of neighbours where there are more than can be drawn."""
+    size = -(-len(x_N) // most)
+    if size <= 1:
+        return x_N, y_N
+    starts = np.arange(0, len(x_N), size)
+    known = np.isfinite(y_N)
+    count = np.add.reduceat(known.astype(float), starts)
+    total = np.add.reduceat(np.where(known, y_N, 0.0), starts)
+    return np.add.reduceat(x_N, starts) / np.diff(np.append(starts, len(x_N))), np.divide(total, count, out=np.full(len(starts), math.nan), where=count > 0)
+
+
 def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
     parts, pen = [], "M"
     for x, y in zip(xs, ys):
@@ -428,15 +440,23 @@ def ticks(
 
 def smooth(
     y_N: np.ndarray,
-    span: float,  # about how many points are averaged
+    span: float,  # about how many points to each side count
 ) -> np.ndarray:
-    """Exponential moving average that starts unbiased and steps over what is not finite."""
-    keep, total, weight, out = 1 - 1 / max(1.0, span), 0.0, 0.0, np.full(len(y_N), math.nan)
-    for i, y in enumerate(y_N.tolist()):
-        if math.isfinite(y):
-            total, weight = keep * total + y, keep * weight + 1
-            out[i] = total / weight
-    return out
+    """Local linear fit, nearer points weighing more: no lag, and no bend at the ends; what is not finite stays and counts for nothing."""
+    reach = min(len(y_N), max(1, math.ceil(3 * span)))
+    d = np.arange(-reach, reach + 1) / span
+    weight, known = np.exp(-0.5 * d * d), np.isfinite(y_N)
+    y = np.where(known, y_N, 0.0)
+
+    def summed(values: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        return np.convolve(values, kernel, mode="full")[reach : reach + len(values)]
+
+    s0, s1, s2 = (summed(known.astype(float), weight * d**k) for k in range(3))
+    t0, t1 = summed(y, weight), summed(y, weight * d)
+    slope_free = np.divide(t0, s0, out=np.full(len(y), math.nan), where=s0 > 0)
+    spread = s0 * s2 - s1 * s1
+    fit = np.divide(s2 * t0 - s1 * t1, spread, out=slope_free, where=spread > 1e-9)
+    return np.where(known, fit, math.nan)
 
 # %% ../../nbs/55_view.html.ipynb #6f64ca14
 class _Plot:
@@ -473,8 +493,8 @@ class _Plot:
         x_N, y_N = self.series[name]
         layers = []
         if averaged:
-            sx, sy = thin(x_N, smooth(y_N, max(5.0, len(y_N) / 20)))
-            layers.append((sx, sy, "2", "1"))
+            sx, sy = _binned(x_N, y_N)
+            layers.append((sx, smooth(sy, max(3.0, len(sy) / 40)), "2", "1"))
         x_N, y_N = thin(x_N, y_N)
         layers.insert(0, (x_N, y_N, "1.1" if averaged else "1.8", ".38" if averaged else "1"))
         paths = [el("path", d=_path(self.x(x).tolist(), self.y(y).tolist()), fill="none", stroke_width=w, opacity=o, stroke_linejoin="round", stroke_linecap="round", style=f"stroke:var(--nx-{color})") for x, y, w, o in layers]
@@ -524,14 +544,15 @@ def line_chart(
     height: int = 190,
     x_name: str = "step",
     dots: Sequence[str] = (),  # series whose points are marked: few and far between
+    averaged: bool = True,  # draw an average over long series
     note: object = None,  # beside the title
 ) -> Html:
-    """Lines over steps, with axes, a legend and numbers on hover; long noisy series get an average on top."""
+    """Lines over steps, with axes, a legend and numbers on hover."""
     arrays = {name: _arrays(points) for name, points in series.items()}
     arrays = {name: a for name, a in arrays.items() if len(a[0])}
     plot = _Plot(arrays, width, height, x_name)
     colors = dict(zip(arrays, COLORS * len(arrays)))
-    lines = [plot.line(name, c, averaged=len(arrays[name][0]) > 30 and name not in dots, dots=name in dots or len(arrays[name][0]) == 1) for name, c in colors.items()]
+    lines = [plot.line(name, c, averaged=averaged and len(arrays[name][0]) > 30 and name not in dots, dots=name in dots or len(arrays[name][0]) == 1) for name, c in colors.items()]
     legend = [el("span", el("span", "● ", style=f"color:var(--nx-{c})"), clip(name, 40), cls="nx-m") for name, c in colors.items()] if len(arrays) > 1 else []
     empty = None if arrays else el("text", "nothing yet", x=width / 2, y=height / 2, text_anchor="middle", font_size="12", opacity=".64")
     drawing = el("svg", plot.grid() if arrays else None, lines, plot.broken(), plot.hover(), empty, viewBox=f"0 0 {width} {height}", role="img", aria_label=plain(title)[:80], style=f"width:100%;max-width:{width * 3 // 2}px;height:auto")

@@ -38,7 +38,7 @@ def read_jsonl(
     if not path.is_file():
         return
     with path.open("rb") as lines:
-        for line in lines:
+        while line := lines.readline(budget):
             budget -= len(line)
             if only is None or only.search(line):
                 try:
@@ -200,6 +200,7 @@ CHARTS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("Tokens a second", {"tokens/per_second": "tokens/s"}, ()),
     ("Answers without a reward", {"errors/failed": "failed", "errors/error": "error", "errors/unscored": "unscored"}, ()),
 )
+_COUNTS = ("Answers without a reward",)
 
 
 def _charts(run: RunRecord) -> tuple[list[Html], set[str]]:
@@ -207,15 +208,16 @@ def _charts(run: RunRecord) -> tuple[list[Html], set[str]]:
     drawn, shown = [], set()
     for title, names, dots in CHARTS:
         series = {label: run.metrics[name] for name, label in names.items() if name in run.metrics}
-        flat = title in ("Learning rate", "Answers without a reward", "Cut answers") and len({v for points in series.values() for _, v in points}) < 2
+        flat = title in ("Learning rate", "Cut answers", *_COUNTS) and len({v for points in series.values() for _, v in points}) < 2
         if any(len(points) > 1 for points in series.values()) and not flat:
-            drawn.append(line_chart(series, title, dots=dots, note=_newest(series) if len(series) == 1 else None))
+            drawn.append(line_chart(series, title, dots=dots, averaged=title not in _COUNTS, note=_newest(series) if len(series) == 1 else None))
             shown |= {n for n in names if n in run.metrics}
     return drawn, shown
 
 
 def _newest(series: Mapping[str, Points]) -> Html:
-    return muted(number(next(iter(series.values()))[-1][1]))
+    (label, points), *_ = series.items()
+    return muted(f"{label} {number(points[-1][1])}")
 
 
 def _course_row(name: str, points: Points) -> list[object]:

@@ -96,7 +96,8 @@ TOKEN_STYLE = (
     + "".join(f".nx.nx .p{k}{{background:rgba(236,154,41,{a})}}" for k, a in enumerate(_TINTS, 1))
     + "".join(f".nx.nx .a{k}{{background:rgba(31,157,131,{a})}}.nx.nx .b{k}{{background:rgba(217,86,107,{a})}}" for k, a in enumerate((0.16, 0.32, 0.5), 1))
     + ".nx.nx .nx-legend{font-size:11.5px;color:var(--nx-m);display:flex;flex-wrap:wrap;gap:2px 6px;align-items:center}.nx.nx .nx-legend i{font-style:normal;display:inline-block;width:16px;height:12px;border-radius:3px}"
-    ".nx.nx .nx-g td{padding-top:14px}.nx.nx tbody:first-of-type .nx-g td{padding-top:6px}.nx.nx .nx-q{font-family:var(--nx-mono);font-size:12.5px;white-space:pre-wrap;max-height:9.5em;overflow:auto;overflow-wrap:anywhere;unicode-bidi:isolate}"
+    ".nx.nx .nx-strip{display:flex;gap:1px;margin:1px 0 4px}.nx.nx .nx-strip .c{flex:none;width:7px;height:4px;border-radius:1px;box-shadow:inset 0 0 0 4px var(--nx-f)}"
+    ".nx.nx .nx-g td{padding-top:14px}.nx.nx tbody:first-of-type .nx-g td{padding-top:6px}.nx.nx .nx-q{font-family:var(--nx-mono);font-size:12.5px;line-height:1.55;white-space:pre-wrap;max-height:9.5em;overflow:auto;overflow-wrap:anywhere;unicode-bidi:isolate}"
     ".nx.nx .nx-bar{display:flex;gap:8px;align-items:center;white-space:nowrap}.nx.nx .nx-bar span{min-width:38px;text-align:right;font-variant-numeric:tabular-nums}.nx.nx .nx-bar svg{flex:none}"
     ".nx.nx .nx-cols{display:grid;grid-template-columns:1fr 1fr;gap:6px 24px}.nx.nx .nx-cols>div{min-width:0}"
 )
@@ -156,13 +157,15 @@ def tokens_html(
     by: str = "logprob",  # one of COLOR_BY
     limit: int = 400,  # tokens shown: the first ones
     spaces: bool = True,  # every space is drawn, not only runs of them
+    scale: float | None = None,  # the advantage with the strongest colour; None: the largest of these
 ) -> Html:
     """Coloured tokens."""
     if by not in COLOR_BY:
         raise ConfigError(f"tokens can be coloured by logprob, advantage or none, not {by!r}{nearest(by, COLOR_BY)}")
     pieces = tokenizer if isinstance(tokenizer, Pieces) else Pieces(tokenizer)
     logprobs, advantages = _known(logprobs), _known(advantages)
-    scale = max((abs(a) for a in map(finite, advantages[:limit] if advantages is not None else ()) if a is not None), default=0.0)
+    if scale is None:
+        scale = max((abs(a) for a in map(finite, advantages[:limit] if advantages is not None else ()) if a is not None), default=0.0)
     out, i = [], 0
     for text, took in pieces.split(tokens[:limit]):
         learned = mask is None or i >= len(mask) or bool(mask[i])
@@ -198,8 +201,8 @@ def strip_html(
     limit: int = 64,  # cells shown
 ) -> Html:
     """One coloured cell a token."""
-    cells = [el("i", cls=surprise(v) or None, title=f"p {math.exp(min(x, 0.0)):.3g}" if (x := finite(v)) is not None else "not finite", style="display:inline-block;width:7px;height:5px;border-radius:1px;border:1px solid var(--nx-l)") for v in logprobs[:limit]]
-    return el("div", cells, style="line-height:6px;margin:2px 0 3px") if cells else Html("")
+    cells = [el("i", title=f"p {math.exp(min(x, 0.0)):.3g}" if (x := finite(v)) is not None else "not finite", cls=f"c {surprise(v)}".strip()) for v in logprobs[:limit]]
+    return el("div", cells, cls="nx-strip") if cells else Html("")
 
 
 def _fields(trajectory: Any) -> Any:
@@ -305,6 +308,7 @@ def answer_html(
     pieces: Pieces,
     by: str,  # one of COLOR_BY
     limit: int,  # tokens shown
+    scale: float | None = None,  # the advantage with the strongest colour
 ) -> Html:
     """The answer's tokens in colour; its text where there is no tokenizer; the cause where it failed."""
     status, tokens = t.get("status", "ok"), _array(t.get("tokens"))
@@ -316,7 +320,9 @@ def answer_html(
     if first >= len(tokens):
         return cause if cause is not None else clip(t.get("response"), limit * 4) if t.get("response") else muted("empty")
     rest = {k: (v[first:] if (v := t.get(k)) is not None and len(v) else None) for k in ("logprobs", "loss_mask", "advantages")}
-    shown = tokens_html(tokens[first:], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False)
+    if by == "advantage" and rest["advantages"] is None and (whole := advantage_of(t)) is not None:
+        rest["advantages"] = [whole] * (len(tokens) - first)
+    shown = tokens_html(tokens[first:], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False, scale=scale)
     return join(cause, shown)
 
 
@@ -346,7 +352,7 @@ def _member_row(table_of: _Groups, t: Any, leaning: float | None, tokens: int) -
     cells = [
         el("td", reward_bar(reward_of(t), table_of.low, table_of.high), cls="nx-nw"),
         el("td", reward_bar(leaning, -table_of.widest, table_of.widest, color), cls="nx-nw"),
-        el("td", answer_html(t, table_of.pieces, table_of.by, tokens), style="width:100%"),
+        el("td", answer_html(t, table_of.pieces, table_of.by, tokens, table_of.widest), style="width:100%"),
         el("td", _end(t), cls="nx-num"),
     ]
     return el("tr", cells)
@@ -425,7 +431,7 @@ def trajectory_html(
     before = more(start, "tokens before") if start else None
     texts = [el("div", el("div", clip(t.get(k), 2000), cls="nx-k", dir="auto")) for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
     others = {k: v for k, v in t.items() if k not in _SHOWN}
-    return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), pairs(others) if others else None), style=TOKEN_STYLE)
+    return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), el("div", pairs(others), style="margin-top:10px") if others else None), style=TOKEN_STYLE)
 
 
 def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
@@ -503,7 +509,7 @@ def batch_html(
     rows = [[k, "x".join(map(str, a.shape)), plain(getattr(batch.values[k], "dtype", "")).removeprefix("torch."), *_range(a)] if a is not None else [k, _brief(batch.values[k]), "", None, None, None] for k, a in arrays.items()]
     picture = _layout(arrays.get("attention_mask"), arrays.get("loss_mask"), limit)
     tables = table(rows, ["name", "shape", "type", "least", "mean", "most"], limit=40)
-    extra = el("details", el("summary", f"metadata, {len(batch.metadata):,} fields"), pairs(batch.metadata)) if batch.metadata else None
+    extra = el("details", el("summary", f"metadata ({len(batch.metadata):,})"), pairs(batch.metadata)) if batch.metadata else None
     return fragment(box(heading("Batch", muted(f"{len(batch):,} sequences")), picture, tables, extra))
 
 
