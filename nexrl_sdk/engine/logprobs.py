@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..types import ConfigError
 
 # %% auto #0
-__all__ = ['HeadShape', 'fused_logprobs']
+__all__ = ['TILE', 'HeadShape', 'fused_logprobs']
 
 # %% ../../nbs/21_engine.logprobs.ipynb #12b439d5
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class HeadShape:
     scale: float = 1.0
     softcap: float | None = None  # c tanh(logits / c) (Gemma 2)
     temperature: float = 1.0  # that the tokens were sampled with
-    rows: int = 512  # tokens of a tile
-    columns: int = 4096  # vocabulary entries of a tile
+    rows: int = 2048  # tokens of a tile
+    columns: int = 2048  # vocabulary entries of a tile
     dtype: torch.dtype | None = None  # of the matrix products; None: the hidden states' own
 
     def __post_init__(self) -> None:
@@ -205,10 +205,13 @@ def _or_zero(grad: Tensor | None, rows: Tensor) -> Tensor | None:
     return grad.zero_() if grad is not None and len(rows) == 0 else grad
 
 # %% ../../nbs/21_engine.logprobs.ipynb #61b71ed6
+TILE = {"cpu": 1 << 22}  # entries: 16 MiB in float32, which malloc hands out again without new pages
+
+
 @overload
-def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[False] = False, bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, chunk: int = 512, block: int | None = None) -> Tensor: ...
+def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[False] = False, bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, chunk: int = 2048, block: int | None = None) -> Tensor: ...
 @overload
-def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, chunk: int = 512, block: int | None = None) -> tuple[Tensor, Tensor]: ...
+def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, chunk: int = 2048, block: int | None = None) -> tuple[Tensor, Tensor]: ...
 
 
 def fused_logprobs(
@@ -221,13 +224,13 @@ def fused_logprobs(
     scale: float = 1.0,  # logits are multiplied by it
     softcap: float | None = None,  # logits are capped to c tanh(logits / c)
     temperature: float = 1.0,  # logits are divided by it, last
-    chunk: int = 512,  # rows of a tile
-    block: int | None = None,  # vocabulary entries of a tile; None: what keeps a tile in the cache, or fills a GPU
+    chunk: int = 2048,  # rows of a tile; where all fit, each slice of the weight's gradient is one product
+    block: int | None = None,  # vocabulary entries of a tile; None: what makes a tile of 16 MiB (CPU) or 128 MiB
 ) -> Tensor | tuple[Tensor, Tensor]:  # logprobs [N] in float32 (float64 for float64), and the entropy [N]
     """Log-probabilities of target tokens, with gradients, never holding [N, V]."""
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(hidden.dtype, weight.dtype)
-    columns = block or (4096 if kind == "cpu" else 32768)
+    columns = block or max(TILE.get(kind, 8 * TILE["cpu"]) // max(1, min(chunk, len(hidden))), 256)
     shape = HeadShape(scale, softcap, temperature, max(chunk, 1), columns, dtype)
     logprobs, value = _FusedLogprobs.apply(hidden, weight, bias, targets, shape, entropy)  # type: ignore[no-untyped-call]
     return (logprobs, value) if entropy else logprobs
