@@ -83,7 +83,7 @@ def test_reads_attributes_and_get():
     recipe = cell(trainer={"optim": {"lr": 5e-4}})
     assert recipe.config.trainer.optim.lr == 5e-4
     assert recipe.config.algorithm.get("my_param", 0.5) == 0.5
-    with pytest.raises(Exception, match="read.?only"):
+    with pytest.raises(Exception, match=r"read.?only"):
         recipe.config.seed = 3
 
 

@@ -90,7 +90,7 @@ def test_a_run_is_reloaded_from_its_folder(tmp_path, monkeypatch):
 def test_a_run_of_what_no_file_holds_says_where_to_resume(tmp_path):
     made = recipe(evaluator=lambda row, answer: 1.0)
     Run.create(tmp_path / "r", made).close()
-    with pytest.raises(ConfigError, match="a lambda cannot be written.*Run.open"):
+    with pytest.raises(ConfigError, match=r"a lambda cannot be written.*Run.open"):
         Recipe.load(tmp_path / "r")
     Run.open(tmp_path / "r", made).close()
 
@@ -117,13 +117,13 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path):
 
 
 def test_folders_that_are_no_runs(tmp_path):
-    with pytest.raises(RunFolderError, match="holds no run.json"):
+    with pytest.raises(RunFolderError, match=r"holds no run\.json"):
         Run.open(tmp_path)
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(RunFolderError, match="not empty and is not a run folder"):
         Run.create(tmp_path, recipe())
     Run.create(tmp_path / "r", recipe()).close()
-    with pytest.raises(RunFolderError, match="already holds a run that stands at step 0.*nexrl resume"):
+    with pytest.raises(RunFolderError, match=r"already holds a run that stands at step 0.*nexrl resume"):
         Run.create(tmp_path / "r", recipe())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -20,7 +21,7 @@ def recipe(backends, **logger):
 class Memory:
     """A tracker that keeps what it gets, and fails when told to."""
 
-    made: list[Memory] = []
+    made: ClassVar[list[Memory]] = []
 
     def __init__(self, experiment):
         self.experiment, self.lines, self.fail = experiment, [], False
