@@ -140,27 +140,39 @@ def _log_gap(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor
     return (logprobs - ref_logprobs).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
 
 
-def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def kl_k1(
+    logprobs: torch.Tensor,  # [N] under the policy that drew the tokens
+    ref_logprobs: torch.Tensor,  # [N] under the reference
+) -> torch.Tensor:  # [N]
     """lp - ref: unbiased, of either sign (k1). In a loss its gradient is 0 in the mean: use it in rewards."""
     return logprobs - ref_logprobs
 
 
-def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def kl_abs(
+    logprobs: torch.Tensor,  # [N] under the policy that drew the tokens
+    ref_logprobs: torch.Tensor,  # [N] under the reference
+) -> torch.Tensor:  # [N]
     """|lp - ref|."""
     return (logprobs - ref_logprobs).abs()
 
 
-def kl_mse(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def kl_mse(
+    logprobs: torch.Tensor,  # [N] under the policy that drew the tokens
+    ref_logprobs: torch.Tensor,  # [N] under the reference
+) -> torch.Tensor:  # [N]
     """(lp - ref)^2 / 2: biased, low variance, and in a loss the gradient of the KL itself (k2)."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
-
-def kl_low_var(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+# %% ../../nbs/02_algo.losses.ipynb #6b124857
+def kl_low_var(
+    logprobs: torch.Tensor,  # [N] under the policy that drew the tokens
+    ref_logprobs: torch.Tensor,  # [N] under the reference
+) -> torch.Tensor:  # [N]
     """exp(ref - lp) - (ref - lp) - 1: unbiased, never negative, low variance (k3); at most KL_CAP, with gradient 0 beyond."""
     gap = -_log_gap(logprobs, ref_logprobs)
     return (torch.expm1(gap) - gap).clamp(max=KL_CAP)
 
-
+# %% ../../nbs/02_algo.losses.ipynb #92c03e07
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kl": kl_k1,
     "abs": kl_abs,
@@ -169,8 +181,12 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 # %% ../../nbs/02_algo.losses.ipynb #c001c79a
-def no_correction(rollout_logprobs: torch.Tensor, old_logprobs: torch.Tensor, cap: float = 2.0) -> torch.Tensor:
-    """1 for every token; the cap plays no part."""
+def no_correction(
+    rollout_logprobs: torch.Tensor,  # [N] not read
+    old_logprobs: torch.Tensor,  # [N] gives the shape
+    cap: float = 2.0,  # not read: all entries are called alike
+) -> torch.Tensor:  # [N] ones
+    """1 for every token."""
     return torch.ones_like(old_logprobs)
 
 
@@ -192,7 +208,7 @@ def masked_correction(
     weight = _ratio(old_logprobs, rollout_logprobs).detach()
     return torch.where((weight <= cap) & (weight >= 1 / cap), weight, torch.zeros_like(weight))
 
-
+# %% ../../nbs/02_algo.losses.ipynb #607cc77c
 CORRECTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "none": no_correction,
     "tis": truncated_correction,
@@ -201,7 +217,7 @@ CORRECTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 # %% ../../nbs/02_algo.losses.ipynb #dec86893
 def _finish(
-    inp: LossInput,
+    inp: LossInput,  # packed sequences
     per_token: torch.Tensor,  # [N] the loss before weights
     metrics: Pairs,
     *,
@@ -238,14 +254,20 @@ def _correct(inp: LossInput, keep: torch.Tensor, correction: str | Callable[...,
     return weight, weight != _ratio(old, rollout)
 
 # %% ../../nbs/02_algo.losses.ipynb #4b57bdac
-def cross_entropy(inp: LossInput, **shared: Any) -> LossOutput:
+def cross_entropy(
+    inp: LossInput,  # packed sequences
+    **shared: Any,  # kl_coef, kl_estimator, entropy_coef, correction, correction_cap
+) -> LossOutput:
     """-sum w lp: supervised learning."""
     keep = inp.weights != 0
     nll = -_pick(inp.logprobs, keep)
     return _finish(inp, nll, {"policy/nll": _pair(nll, keep)}, **shared)
 
-
-def importance_sampling(inp: LossInput, **shared: Any) -> LossOutput:
+# %% ../../nbs/02_algo.losses.ipynb #4b606722
+def importance_sampling(
+    inp: LossInput,  # packed sequences
+    **shared: Any,  # kl_coef, kl_estimator, entropy_coef, correction, correction_cap
+) -> LossOutput:
     """-sum w r A: the policy gradient, corrected for the policy that sampled (REINFORCE at the first step, where r is 1)."""
     keep, lp, old, advantages = _clean(inp, "importance_sampling")
     ratio = _ratio(lp, old)
@@ -271,7 +293,7 @@ def _clipped(inp: LossInput, ratio: torch.Tensor, advantages: torch.Tensor, low:
 
 # %% ../../nbs/02_algo.losses.ipynb #77977366
 def ppo(
-    inp: LossInput,
+    inp: LossInput,  # packed sequences
     *,
     clip_low_threshold: float = 0.8,  # smallest ratio that is rewarded for falling
     clip_high_threshold: float = 1.2,  # largest ratio that is rewarded for rising; 1.28 in DAPO (Yu et al., 2025, equation 10)
@@ -291,7 +313,7 @@ def ppo(
 
 # %% ../../nbs/02_algo.losses.ipynb #7f0335ca
 def cispo(
-    inp: LossInput,
+    inp: LossInput,  # packed sequences
     *,
     clip_low_threshold: float = 0.8,  # smallest weight
     clip_high_threshold: float = 1.2,  # largest weight
@@ -305,9 +327,9 @@ def cispo(
     metrics = _policy_metrics(keep, lp, old, ratio) | _clip_metrics(keep, ratio < lows, ratio > highs)
     return _finish(inp, -weight * lp * advantages, metrics, **shared)
 
-
+# %% ../../nbs/02_algo.losses.ipynb #81036d19
 def dro(
-    inp: LossInput,
+    inp: LossInput,  # packed sequences
     *,
     beta: float = 0.05,  # strength of the pull towards the old policy
     **shared: Any,  # kl_coef, kl_estimator, entropy_coef, correction, correction_cap
@@ -332,10 +354,10 @@ def sequence_mean(
 
 
 def gspo(
-    inp: LossInput,
+    inp: LossInput,  # packed sequences
     *,
     clip_low_threshold: float = 1 - 3e-4,  # as in the source, section 5.1: sequence ratios move far less than tokens' do
-    clip_high_threshold: float = 1 + 4e-4,
+    clip_high_threshold: float = 1 + 4e-4,  # as in the source
     **shared: Any,  # kl_coef, kl_estimator, entropy_coef, correction, correction_cap
 ) -> LossOutput:
     """ppo with r = sg(s) p / sg(p), s = exp(mean over the sequence of lp - q) (Zheng et al., 2025, GSPO, equations 7, 13 and 14)."""
@@ -362,7 +384,7 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {  # a Datum's fields
     **dict.fromkeys(["importance_sampling", "ppo", "cispo", "gspo", "dro"], ("logprobs", "advantages")),
 }
 
-
+# %% ../../nbs/02_algo.losses.ipynb #15017fd6
 def register_loss(
     name: str,  # what a recipe will call it
     requires: Sequence[str] = ("logprobs", "advantages"),  # a Datum's fields that it reads
@@ -430,7 +452,7 @@ def required_fields(
 
 def compute_loss(
     loss: str | LossFn,  # a name in LOSSES, or a function that returns a LossOutput or a scalar tensor
-    inp: LossInput,
+    inp: LossInput,  # packed sequences
     config: Mapping[str, Any] | None = None,  # the loss's keywords
 ) -> LossOutput:
     """Check and call a loss."""
@@ -442,26 +464,34 @@ def _sequences(lengths_B: np.ndarray) -> float:
     return max(float(np.count_nonzero(lengths_B)), 1.0)
 
 
-def token_mean(lengths_B: np.ndarray) -> np.ndarray:
+def token_mean(
+    lengths_B: np.ndarray,  # sampled tokens of each sequence
+) -> np.ndarray:  # [B]
     """Every token counts the same; the sum is divided by the number of tokens (Yu et al., 2025, DAPO, equation 12)."""
     return np.full(len(lengths_B), 1.0 / max(float(lengths_B.sum()), 1.0))
 
 
-def seq_mean_token_sum(lengths_B: np.ndarray) -> np.ndarray:
+def seq_mean_token_sum(
+    lengths_B: np.ndarray,  # sampled tokens of each sequence
+) -> np.ndarray:  # [B]
     """Sum over a sequence's tokens, mean over sequences: the policy gradient as derived."""
     return np.full(len(lengths_B), 1.0 / _sequences(lengths_B))
 
 
-def seq_mean_token_mean(lengths_B: np.ndarray) -> np.ndarray:
+def seq_mean_token_mean(
+    lengths_B: np.ndarray,  # sampled tokens of each sequence
+) -> np.ndarray:  # [B]
     """Mean over a sequence's tokens, mean over sequences (Shao et al., 2024, DeepSeekMath, equation 3)."""
     return 1.0 / (np.maximum(lengths_B, 1.0) * _sequences(lengths_B))
 
 
-def token_sum(lengths_B: np.ndarray) -> np.ndarray:
+def token_sum(
+    lengths_B: np.ndarray,  # sampled tokens of each sequence
+) -> np.ndarray:  # [B]
     """The bare sum."""
     return np.ones(len(lengths_B))
 
-
+# %% ../../nbs/02_algo.losses.ipynb #5eba1c64
 def constant_length(
     lengths_B: np.ndarray,  # sampled tokens of each sequence
     max_tokens: int | None = None,  # the generation limit that every sequence is divided by
@@ -471,7 +501,7 @@ def constant_length(
         raise ConfigError(f"the aggregation 'dr_grpo' needs max_tokens, the generation limit, of at least 1, not {max_tokens}")
     return np.full(len(lengths_B), 1.0 / (max_tokens * _sequences(lengths_B)))
 
-
+# %% ../../nbs/02_algo.losses.ipynb #44816fce
 AGGREGATIONS: dict[str, Callable[..., np.ndarray]] = {
     "token-mean": token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
@@ -567,12 +597,12 @@ _GSPO = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
 _CISPO = {"clip_low_threshold": 0.0, "clip_high_threshold": 5.0}
 
 PRESETS: dict[str, Preset] = {
-    "grpo": Preset("grpo", "ppo", _CLIP, "seq-mean-token-mean", source="Shao et al., 2024, DeepSeekMath"),
-    "dr_grpo": Preset("dr_grpo", "ppo", _CLIP, "dr_grpo", source="Liu et al., 2025, Understanding R1-Zero-like training"),
-    "dapo": Preset("grpo", "ppo", _HIGHER, "token-mean", filter_zero_std=True, source="Yu et al., 2025, DAPO"),
-    "gspo": Preset("grpo", "gspo", _GSPO, "seq-mean-token-mean", source="Zheng et al., 2025, GSPO"),
-    "cispo": Preset("grpo", "cispo", _CISPO, "token-mean", source="MiniMax, 2025, MiniMax-M1; threshold by Khatri et al., 2025"),
+    "grpo": Preset("grpo", "ppo", dict(_CLIP), "seq-mean-token-mean", source="Shao et al., 2024, DeepSeekMath"),
+    "dr_grpo": Preset("dr_grpo", "ppo", dict(_CLIP), "dr_grpo", source="Liu et al., 2025, Understanding R1-Zero-like training"),
+    "dapo": Preset("grpo", "ppo", dict(_HIGHER), "token-mean", filter_zero_std=True, source="Yu et al., 2025, DAPO"),
+    "gspo": Preset("grpo", "gspo", dict(_GSPO), "seq-mean-token-mean", source="Zheng et al., 2025, GSPO"),
+    "cispo": Preset("grpo", "cispo", dict(_CISPO), "token-mean", source="MiniMax, 2025, MiniMax-M1; threshold by Khatri et al., 2025"),
     "rloo": Preset("rloo", "importance_sampling", {}, "seq-mean-token-sum", source="Ahmadian et al., 2024, Back to basics"),
-    "reinforce++": Preset("reinforce_pp", "ppo", _CLIP, "token-mean", source="Hu et al., 2025, REINFORCE++"),
-    "ppo": Preset("reinforce_pp", "ppo", _CLIP, "token-mean", source="Schulman et al., 2017; no critic"),
+    "reinforce++": Preset("reinforce_pp", "ppo", dict(_CLIP), "token-mean", source="Hu et al., 2025, REINFORCE++"),
+    "ppo": Preset("reinforce_pp", "ppo", dict(_CLIP), "token-mean", source="Schulman et al., 2017; no critic"),
 }
