@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -294,13 +296,34 @@ class Trajectory(MutableMapping[str, Any]):
         return Datum(tokens[:-1], tokens[1:], shifted)
 
 # %% ../nbs/00_types.ipynb #a1a67367
+_BLOCK = 256  # rows at a time: their numbers stay in the processor's cache from one pass to the next
+
+
 def _flat(
     rows: Sequence[Any],  # one sequence of numbers a row
-    dtype: Any,  # of the result
+    dtype: Any,  # int64, or float32
 ) -> np.ndarray:  # [N] all rows behind each other
-    if all(type(r) is list or type(r) is tuple for r in rows):
-        return np.fromiter(chain.from_iterable(rows), dtype=dtype, count=sum(map(len, rows)))
-    return np.concatenate([np.asarray(r, dtype=dtype) for r in rows]) if rows else np.zeros(0, dtype=dtype)
+    if not {*map(type, rows)} <= {list, tuple}:
+        return np.concatenate([np.asarray(r, dtype=dtype) for r in rows])
+    code, out = "q" if np.dtype(dtype).kind == "i" else "d", np.empty(sum(map(len, rows)), dtype=dtype)
+    at = 0
+    for start in range(0, len(rows), _BLOCK):
+        together: list[Any] = []
+        for row in rows[start : start + _BLOCK]:
+            together += row
+        out[at : at + len(together)] = np.frombuffer(array(code, together), dtype=code)
+        at += len(together)
+    return out
+
+
+def _flat_mask(rows: Sequence[Any]) -> np.ndarray:
+    """Zeros and ones, row behind row."""
+    if {*map(type, rows)} <= {list, tuple}:
+        try:
+            return np.frombuffer(b"".join(map(bytes, rows)), dtype=np.uint8).astype(np.int64)
+        except (TypeError, ValueError):  # something else than small whole numbers
+            return (_flat(rows, np.float32) != 0).astype(np.int64)
+    return _flat(rows, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +348,7 @@ class _Layout:
         import torch
 
         columns = np.arange(self.width)[None] - self.left[:, None]
-        return torch.from_numpy(columns.clip(0, np.maximum(self.lengths - 1, 0)[:, None]))
+        return torch.from_numpy(np.clip(columns, 0, np.maximum(self.lengths - 1, 0)[:, None], out=columns))
 
 
 def _layout(
@@ -349,23 +372,59 @@ _STRUCTURE = ("input_ids", "attention_mask", "position_ids")
 _NEVER_PER_TOKEN = {*_DEFAULTS} - {"tokens", "loss_mask", "logprobs"}
 
 
-def _is_per_token(value: Any, length: int) -> bool:
-    if isinstance(value, (str, bytes)) or not (isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "detach")):
-        return False
-    shape = getattr(value, "shape", None)
-    return len(value) == length and bool(length) and (len(shape) == 1 if shape is not None else isinstance(value[0], (bool, int, float, np.number)))
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Every key's values, None where a row has none."""
+    columns: dict[str, list[Any]] = {}
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK]
+        for key in dict.fromkeys(chain.from_iterable(block)):
+            try:
+                values = list(map(itemgetter(key), block))
+            except KeyError:
+                values = [d.get(key) for d in block]
+            column = columns.setdefault(key, [])
+            column += [None] * (start - len(column))
+            column += values
+    for column in columns.values():
+        column += [None] * (len(rows) - len(column))
+    return columns
 
 
-def _token_keys(rows: list[dict[str, Any]], keys: Iterable[str]) -> list[str]:
-    """Keys that hold one number a token in every row that has them, and are in at least one."""
-    found = []
-    for key in keys:
-        if key in _NEVER_PER_TOKEN or key in ("tokens", "loss_mask"):
-            continue
-        given = [(d[key], len(d.get("tokens", ()))) for d in rows if d.get(key) is not None and not (key == "logprobs" and len(d[key]) == 0)]
-        if given and all(_is_per_token(v, n) for v, n in given):
-            found.append(key)
-    return found
+def _token_column(
+    column: list[Any],  # B values, None where missing
+    lengths: list[int],  # B tokens
+) -> tuple[np.ndarray, list[bool]] | None:  # flat [N], int64 or float32, and which rows have it; None where these are not numbers, one a token
+    sample = next((v for v, n in zip(column, lengths) if v is not None and n), None)
+    if isinstance(sample, (list, tuple)):
+        numeric = bool(sample) and isinstance(sample[0], (bool, int, float, np.number))
+    else:
+        numeric = hasattr(sample, "shape") and len(sample.shape) == 1  # type: ignore[union-attr]
+    if not numeric:
+        return None
+    present = [v is not None for v in column]
+    filled = column if all(present) else [(0,) * n if v is None else v for v, n in zip(column, lengths)]
+    try:
+        if list(map(len, filled)) != lengths:
+            return None
+        whole = isinstance(sample, (list, tuple)) and isinstance(sample[0], (bool, int, np.integer))
+        flat = _flat(filled, np.int64) if whole else None
+    except TypeError:  # a float among whole numbers, or a value without length
+        flat = None
+    try:
+        flat = _numbers(filled) if flat is None else flat
+    except (TypeError, ValueError):  # not numbers
+        return None
+    return flat, present
+
+
+def _numbers(rows: list[Any]) -> np.ndarray:
+    """[N] float32, or int64 where arrays hold whole numbers."""
+    if {*map(type, rows)} <= {list, tuple}:
+        return _flat(rows, np.float32)
+    flat = np.concatenate([np.asarray(r) for r in rows])
+    if flat.dtype.kind not in "biuf":
+        raise TypeError(f"{flat.dtype} is no number")
+    return flat.astype(np.float32 if flat.dtype.kind == "f" else np.int64)
 
 # %% ../nbs/00_types.ipynb #4c7e5b48
 def _size(values: Mapping[str, Any], default: int = 0) -> int:
@@ -406,7 +465,7 @@ class _Metadata(dict):
             self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in ("rewards", "advantages") and isinstance(value, (list, tuple)):
+        if key in ("rewards", "advantages") and isinstance(value, (list, tuple)) and not isinstance(value, FloatList):
             value = FloatList(float("nan") if v is None else float(v) for v in value)
         if key == "advantages" and len(value) == _size(self._values, len(value)):
             import torch
@@ -460,57 +519,55 @@ def _to_batch(
     rows: list[dict[str, Any]],  # B trajectories' fields
     pad_token_id: int,
 ) -> Batch:
-    tokens = [d.get("tokens", ()) for d in rows]
-    lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(rows))
-    masks = [m if (m := d.get("loss_mask")) is not None and len(m) else (0,) * len(t) for d, t in zip(rows, tokens)]
-    if [*map(len, masks)] != lengths.tolist():
+    columns, none = _columns(rows), [None] * len(rows)
+    tokens = [t if t is not None else () for t in columns.get("tokens", none)]
+    lengths = list(map(len, tokens))
+    masks = [m if m is not None and len(m) else (0,) * n for m, n in zip(columns.get("loss_mask", none), lengths)]
+    if list(map(len, masks)) != lengths:
         wrong = next(i for i, m in enumerate(masks) if len(m) != lengths[i])
         raise DataError(f"trajectory {wrong}: loss_mask has {len(masks[wrong])} entries for {lengths[wrong]} tokens")
-    mask = _flat(masks, np.int64)
-    at = _layout(lengths, mask)
+    try:
+        flat, mask = _flat(tokens, np.int64), _flat_mask(masks)
+    except TypeError as e:
+        raise DataError(f"a trajectory's tokens must be whole numbers and its loss_mask 0 or 1: {e}") from e
+    at = _layout(np.array(lengths, dtype=np.int64), mask)
     values = {
-        "input_ids": at.scatter(_flat(tokens, np.int64), pad_token_id),
+        "input_ids": at.scatter(flat, pad_token_id),
         "attention_mask": at.scatter(np.ones(len(mask), dtype=np.int64)),
         "position_ids": at.positions(),
         "loss_mask": at.scatter(mask),
     }
-    keys = dict.fromkeys(chain.from_iterable(rows))
-    metadata: dict[str, Any] = {"batch_size": len(rows)}
-    per_token = _token_keys(rows, keys)
-    for key in per_token:
-        values[_TOKEN_KEYS.get(key, key)], present = _scatter_key(rows, key, at)
-        if not all(present):
-            metadata[f"{_TOKEN_KEYS.get(key, key)}/present"] = present
-    metadata["rewards"] = _rewards(rows)
-    for key in keys:
-        if key in {"tokens", "loss_mask", "reward", *per_token}:
-            continue
-        if key in ("logprobs", "ref_logprobs", "advantages"):
-            for d in rows:
-                Trajectory(d)  # raises where a length is wrong
-        elif _ROW_KEYS.get(key, key) in metadata or key in values:
-            raise DataError(f"a trajectory's {key!r} would replace the batch's own {key!r}; rename it")
-        else:
-            metadata[_ROW_KEYS.get(key, key)] = [d.get(key) for d in rows]
+    metadata: dict[str, Any] = {"batch_size": len(rows), "rewards": _rewards(columns.get("reward", none), columns.get("status", none))}
+    for key, column in columns.items():
+        if key not in ("tokens", "loss_mask", "reward"):
+            _add_key(key, column, lengths, at, values, metadata)
     return Batch(values, metadata)
 
 
-def _rewards(rows: list[dict[str, Any]]) -> list[float]:
+def _add_key(key: str, column: list[Any], lengths: list[int], at: _Layout, values: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """A key of the trajectories: per token into values, else into metadata."""
+    if key == "logprobs":
+        column = [v if v is not None and len(v) else None for v in column]
+    found = None if key in _NEVER_PER_TOKEN else _token_column(column, lengths)
+    name = _TOKEN_KEYS.get(key, key) if found or key in _TOKEN_KEYS else _ROW_KEYS.get(key, key)
+    if name in values or name in metadata:
+        raise DataError(f"a trajectory's {key!r} would replace the batch's own {name!r}; rename it")
+    if found is not None:
+        flat, present = found
+        values[name] = at.scatter(flat.astype(np.float32, copy=False) if key in _TOKEN_KEYS else flat)
+        if not all(present):
+            metadata[f"{name}/present"] = present
+    elif key not in ("logprobs", "ref_logprobs", "advantages"):
+        metadata[name] = column
+    elif any(v is not None for v in column):
+        i = next((i for i, v in enumerate(column) if v is not None and len(v) != lengths[i]), None)
+        raise DataError(f"{key} must be numbers" if i is None else f"trajectory {i}: {key} has {len(column[i])} entries for {lengths[i]} tokens")
+
+
+def _rewards(rewards: list[Any], statuses: list[Any]) -> FloatList:
     """Rewards that may enter a baseline; NaN for what is not scored."""
-    given = [(d.get("reward"), d.get("status", "ok")) for d in rows]
-    return [float(r) if s == "ok" and isinstance(r, (int, float, np.number)) and math.isfinite(r) else math.nan for r, s in given]
-
-
-def _scatter_key(rows: list[dict[str, Any]], key: str, at: _Layout) -> tuple[Any, list[bool]]:
-    """A per-token key as [B, T], and which rows have it."""
-    present = [d.get(key) is not None and (len(d[key]) > 0 or not n) for d, n in zip(rows, at.lengths.tolist())]
-    sequences = [d[key] if has else (0,) * n for d, has, n in zip(rows, present, at.lengths.tolist())]
-    if key in _TOKEN_KEYS or all(isinstance(s[0], float) for s, has in zip(sequences, present) if has and len(s) and type(s) is list):
-        flat = _flat(sequences, np.float32)
-    else:
-        flat = np.concatenate([np.asarray(s) for s in sequences])
-    kind = flat.dtype.kind
-    return at.scatter(flat.astype(np.float32 if kind == "f" else np.int64, copy=False)), present
+    known = (None, "ok")
+    return FloatList([float(r) if s in known and isinstance(r, (float, int, np.number)) and math.isfinite(r) else math.nan for r, s in zip(rewards, statuses)])
 
 # %% ../nbs/00_types.ipynb #34cde5fc
 def _to_trajectories(batch: Batch) -> list[Trajectory]:
@@ -518,29 +575,26 @@ def _to_trajectories(batch: Batch) -> list[Trajectory]:
     size, attended = len(batch), batch._attended()
     ends = np.cumsum(attended.sum(1)).tolist()
     spans = list(zip([0, *ends[:-1]], ends))
-    back = {**{v: k for k, v in _TOKEN_KEYS.items()}, **{v: k for k, v in _ROW_KEYS.items()}}
-    rows: list[dict[str, Any]] = [{} for _ in range(size)]
+    back = {v: k for keys in (_TOKEN_KEYS, _ROW_KEYS) for k, v in keys.items()}
+    columns: dict[str, Sequence[Any]] = {}
     for key, value in batch.values.items():
         if key in _STRUCTURE[1:] or _rows(value) != size:
             continue
-        present = batch.metadata.get(f"{key}/present") or [True] * size
-        array = _numpy(value)
-        if array is not None and array.shape == attended.shape:
-            flat = array[attended].tolist()
-            column = [flat[a:b] for a, b in spans]
+        numbers = _numpy(value)
+        if numbers is not None and numbers.shape == attended.shape:
+            flat = numbers[attended].tolist()
+            entries: list[Any] = [flat[a:b] for a, b in spans]
         else:
-            column = value if array is None else array.tolist()
-        name = "advantage" if key == "advantages" and array is not None and array.ndim == 1 else back.get(key, key)
-        for row, has, entry in zip(rows, present, column):
-            if has:
-                row[name] = entry
+            entries = list(value) if numbers is None else numbers.tolist()
+        if (present := batch.metadata.get(f"{key}/present")) is not None:
+            entries = [v if has else None for v, has in zip(entries, present)]
+        columns["advantage" if key == "advantages" and numbers is not None and numbers.ndim == 1 else back.get(key, key)] = entries
     for key, value in batch.metadata.items():
         if isinstance(value, (list, tuple)) and len(value) == size and not key.endswith("/present") and key not in ("is_padding", "advantages"):
-            for row, entry in zip(rows, value):
-                if entry is not None and not (key == "rewards" and math.isnan(entry)):
-                    row[back.get(key, key)] = entry
+            columns[back.get(key, key)] = value if key != "rewards" else [None if math.isnan(v) else v for v in value]
     padding = batch.metadata.get("is_padding") or [False] * size
-    return [Trajectory(row) for row, extra in zip(rows, padding) if not extra]
+    records = zip(*columns.values()) if columns else [()] * size
+    return [Trajectory({k: v for k, v in zip(columns, record) if v is not None}) for record, extra in zip(records, padding) if not extra]
 
 
 def _numpy(value: Any) -> np.ndarray | None:
