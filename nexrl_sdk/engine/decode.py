@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .llama import PackedRows, pack_rows, packed_attention, rms_norm, rotate
+from .llama import Llama, PackedRows, pack_rows, packed_attention
 from .model import EngineModel, padded_forward
 from ..types import BackendError
 
 # %% auto #0
-__all__ = ['Prefix', 'Columns', 'Delta', 'stack_lora', 'prepack', 'Site', 'LayerSites', 'Decoder', 'prompt_logprobs',
-           'FusedDecoder', 'OwnDecoder', 'RecomputeDecoder', 'own_decoder']
+__all__ = ['Prefix', 'Columns', 'Delta', 'stack_lora', 'prepack', 'Site', 'Norm', 'HeadNorm', 'LayerSites', 'Decoder',
+           'prompt_logprobs', 'FusedDecoder', 'OwnDecoder', 'RecomputeDecoder', 'own_decoder']
 
 # %% ../../nbs/21_engine.decode.ipynb #22fd7457
 @dataclass
@@ -204,30 +204,65 @@ class Site:
         if self.packed is not None:
             y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         else:
-            y = F.linear(x, self.weight, self.bias)
+            y = torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
         for delta in self.deltas:
             y = delta.add(x, y)
         return cast(Tensor, y)
 
     def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + W x + b, and the deltas."""
+        """residual + W x + b, and the deltas, in place."""
         if self.packed is None and self.bias is None and not self.deltas:
-            return torch.addmm(residual, x, self.transposed)
-        return residual + self(x)
+            return residual.addmm_(x, self.transposed)
+        return residual.add_(self(x))
 
 # %% ../../nbs/21_engine.decode.ipynb #1dd41ac0
+class Norm:
+    """Root-mean-square normalisation in four operations, with a copy of the weight."""
+
+    __slots__ = ("floor", "weight")
+
+    def __init__(self, norm: Any, width: int, device: torch.device):
+        self.weight = norm.weight.detach().float() * width**0.5
+        self.floor = torch.tensor((width * norm.variance_epsilon) ** 0.5, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x over its root mean square, times the weight; in x's dtype."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x * self.weight).div_(size.hypot_(self.floor)).to(x.dtype)
+
+# %% ../../nbs/21_engine.decode.ipynb #9d4dc1b5
+class HeadNorm:
+    """Normalisation of queries and keys (Qwen3), values left as they are."""
+
+    __slots__ = ("floor", "values", "weight")
+
+    def __init__(self, q_norm: Any, k_norm: Any, heads: int, kv: int, width: int, device: torch.device):
+        q, k = (x.weight.detach().float() * width**0.5 for x in (q_norm, k_norm))
+        self.weight = torch.stack([q] * heads + [k] * kv + [torch.ones_like(q)] * kv)  # [H + 2K, C]
+        self.floor = torch.tensor((width * q_norm.variance_epsilon) ** 0.5, device=device)
+        self.values = torch.tensor([False] * (heads + kv) + [True] * kv, device=device)[:, None]
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """[n, H + 2K, C] in and out."""
+        size = torch.linalg.vector_norm(qkv, dim=-1, keepdim=True, dtype=torch.float32)
+        size = size.hypot_(self.floor).masked_fill_(self.values, 1.0)
+        return (qkv * self.weight).div_(size).to(qkv.dtype)
+
+# %% ../../nbs/21_engine.decode.ipynb #00843837
 class LayerSites:
     """One decoder layer as the decode step reads it."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, shape: Llama):
         o, down = layer.attn.o_proj, layer.mlp.down_proj
         base = [getattr(m, "base_layer", m) for m in (o, down)]
         self.qkv = Site(layer.qkv.weight, layer.qkv.bias, layer.qkv.linears, layer.qkv.sizes)
         self.o = Site(base[0].weight, base[0].bias, [o], [base[0].out_features])
         self.gate_up = Site(layer.gate_up.weight, layer.gate_up.bias, layer.gate_up.linears, layer.gate_up.sizes)
         self.down = Site(base[1].weight, base[1].bias, [down], [base[1].out_features])
-        self.norms = (layer.block.input_layernorm, layer.block.post_attention_layernorm)
-        self.q_norm, self.k_norm = getattr(layer.attn, "q_norm", None), getattr(layer.attn, "k_norm", None)
+        device, width = self.qkv.weight.device, self.qkv.weight.shape[1]
+        self.norm_in, self.norm_mlp = (Norm(x, width, device) for x in (layer.block.input_layernorm, layer.block.post_attention_layernorm))
+        q_norm = getattr(layer.attn, "q_norm", None)
+        self.head_norm = None if q_norm is None else HeadNorm(q_norm, layer.attn.k_norm, shape.heads, shape.kv_heads, shape.head_dim, device)
         self.act, self.window = layer.mlp.act_fn, layer.window
 
     @property
@@ -277,6 +312,7 @@ class FusedDecoder:
         self._state: tuple[Any, ...] = ()
         self._loras: dict[tuple[int, str], tuple[Tensor, Tensor] | None] = {}
         self._grouping: Any = None
+        self._factors: tuple[Tensor, Tensor] | None = None
 
     def _refresh(self, thorough: bool = False) -> None:
         """Read the weights anew where they have changed since; `thorough` also finds changes that nobody announced."""
@@ -288,7 +324,8 @@ class FusedDecoder:
             return
         if not self.llama.intact:
             raise BackendError("the model's weights were moved or replaced after loading (a `.to()`, perhaps); load the model where it shall run")
-        self.layers = [LayerSites(x) for x in self.llama.layers]
+        self.layers = [LayerSites(x, self.llama) for x in self.llama.layers]
+        self.norm = Norm(self.llama.core.norm, self.llama.core.norm.weight.shape[0], self.model.device)
         head = self.model.base.get_output_embeddings()
         base = getattr(head, "base_layer", head)
         self.head = Site(base.weight, base.bias, [head], [base.out_features])
@@ -314,20 +351,28 @@ class FusedDecoder:
                     site.deltas.append(Delta(*pair, which))
         self._grouping = key
 
+    def _tables(self, positions: Tensor, dtype: torch.dtype, highest: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, H + 2K, C] that also scale the queries and leave the values alone."""
+        cos, sin = self.llama.rope(positions, dtype, highest)
+        if self._factors is None or self._factors[0].dtype != dtype:
+            kinds = [[x] * k for x, k in ((self.llama.scale, self.llama.heads), (1.0, self.llama.kv_heads), (0.0, self.llama.kv_heads))]
+            factor = torch.tensor([x for k in kinds for x in k], dtype=dtype, device=self.model.device)[:, None]
+            self._factors = factor, (factor == 0).to(dtype)
+        factor, fixed = self._factors
+        return torch.addcmul(fixed, cos, factor), sin * factor
+
     def _run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """All layers and the final norm over [rows, D]."""
-        n, heads, rotated = len(x), self.llama.heads, self.llama.heads + self.llama.kv_heads
+        """All layers and the final norm over [rows, D], which is used up."""
+        shape, half = (len(x), -1, self.llama.head_dim), self.llama.head_dim // 2
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(rms_norm(x, layer.norms[0])).view(n, -1, self.llama.head_dim)
-            if layer.q_norm is not None:
-                qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm)
-                qkv[:, heads:rotated] = rms_norm(qkv[:, heads:rotated], layer.k_norm)
-            qk = qkv[:, :rotated]
-            torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin, out=qk)
+            qkv = layer.qkv(layer.norm_in(x)).view(shape)
+            if layer.head_norm is not None:
+                qkv = layer.head_norm(qkv)
+            qkv = torch.addcmul(qkv * cos, qkv.roll(half, -1), sin)
             x = layer.o.onto(x, attend(i, qkv))
-            gate, up = layer.gate_up(rms_norm(x, layer.norms[1])).chunk(2, -1)
+            gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
             x = layer.down.onto(x, layer.act(gate).mul_(up))
-        return rms_norm(x, self.llama.core.norm)
+        return self.norm(x)
 
     def prefill(
         self,
@@ -344,13 +389,13 @@ class FusedDecoder:
         rows = pack_rows([0, *ends.tolist()], self.model.device)
         positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(self.model.device)
         x = self.llama.core.embed_tokens(tokens)
-        kv = x.new_empty(len(self.layers), 2, len(tokens), self.llama.kv_heads, self.llama.head_dim)
+        kv = torch.empty(len(self.layers), 2, len(tokens), self.llama.kv_heads, self.llama.head_dim, device=x.device, dtype=self._kept(x.dtype))
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             kv[i] = qkv[:, self.llama.heads :].unflatten(1, (2, -1)).transpose(0, 1)
-            return packed_attention(qkv, rows, self.llama, self.layers[i].window)
+            return packed_attention(qkv, rows, self.llama, self.layers[i].window, 1.0)
 
-        hidden = self._run(x, *self.llama.rope(positions, x.dtype, max(lengths)), attend)
+        hidden = self._run(x, *self._tables(positions, x.dtype, max(lengths)), attend)
         self._group(adapters)
         logits = self.head(hidden[torch.from_numpy(ends - 1).to(self.model.device)])
         packed, version, out = [kv], self.model.generation, []
@@ -389,28 +434,64 @@ class FusedDecoder:
         """One decode step for all rows."""
         self._refresh()
         self._group(self.adapters)
-        cache, llama = self.cache, self.llama
+        cache = self.cache
         cache.make_way()
-        n, low, clock = cache.n, cache.low, cache.clock
-        buffer = cache.buffers[0][:, :, :n]
-        here, all_ = buffer[..., clock, :].unbind(0), buffer[..., low : clock + 1, :].flatten(0, 1).unbind(0)
-        mask = cache.mask[:n, None, None, low : clock + 1] if cache.ragged else None
-        groups = llama.heads // llama.kv_heads
-
-        def attend(i: int, qkv: Tensor) -> Tensor:
-            here[i].copy_(qkv[:, llama.heads :].unflatten(1, (2, -1)).transpose(0, 1))
-            q = qkv[:, : llama.heads].unflatten(1, (-1, groups))
-            k, v, m, window = all_[2 * i], all_[2 * i + 1], mask, self.layers[i].window
-            if window is not None and k.shape[2] > window:
-                k, v, m = k[:, :, -window:], v[:, :, -window:], None if m is None else m[..., -window:]
-            return F.scaled_dot_product_attention(q, k, v, m, scale=llama.scale).reshape(n, -1)
-
-        x = llama.core.embed_tokens(tokens_n)
-        hidden = self._run(x, *llama.rope(self.lengths, x.dtype, self._longest), attend)
+        x = self.llama.core.embed_tokens(tokens_n)
+        attend = self._attend_cpu() if x.device.type == "cpu" else self._attend_sdpa()
+        hidden = self._run(x, *self._tables(self.lengths, x.dtype, self._longest), attend)
         cache.clock += 1
         self._longest += 1
         self.lengths += 1
         return self.head(hidden)
+
+    def _kept(self, dtype: torch.dtype) -> torch.dtype:
+        """What keys and values are kept in: float32 on CPU, which is faster there than bfloat16 and loses nothing."""
+        return torch.float32 if self.model.device.type == "cpu" else dtype
+
+    def _views(self) -> tuple[Sequence[Tensor], Tensor]:
+        """For each layer where the newest keys and values go [2, n, K, C], and all that are used [2, layers, n, K, T, C]."""
+        buffer = self.cache.buffers[0][:, :, : self.cache.n]
+        return buffer[..., self.cache.clock, :].unbind(0), buffer[..., self.cache.low : self.cache.clock + 1, :].transpose(0, 1)
+
+    def _store(self, place: Tensor, qkv: Tensor) -> Tensor:
+        """Write keys and values; returns the queries."""
+        heads = self.llama.heads
+        place.copy_(qkv[:, heads:].view(len(qkv), 2, -1, qkv.shape[-1]).transpose(0, 1))
+        return qkv[:, :heads]
+
+    def _attend_cpu(self) -> Callable[[int, Tensor], Tensor]:
+        """Attention as two batched products, the heads that share keys as rows of one matrix: on CPU faster than the fused kernel for so few queries."""
+        cache, heads, kv, width = self.cache, self.llama.heads, self.llama.kv_heads, self.llama.head_dim
+        here, all_ = self._views()
+        keys, values = (x.flatten(1, 2).unbind(0) for x in all_.unbind(0))
+        mask = None
+        if cache.ragged:
+            mask = cache.mask[: cache.n, None, None, cache.low : cache.clock + 1].expand(-1, kv, -1, -1).flatten(0, 1)
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            q = self._store(here[i], qkv).reshape(-1, heads // kv, width).to(keys[i].dtype)
+            k, v, m, window = keys[i], values[i], mask, self.layers[i].window
+            if window is not None and k.shape[1] > window:
+                k, v, m = k[:, -window:], v[:, -window:], None if m is None else m[..., -window:]
+            scores = torch.bmm(q, k.transpose(1, 2)) if m is None else torch.baddbmm(m, q, k.transpose(1, 2))
+            return torch.bmm(scores.softmax(-1), v).view(len(qkv), -1).to(qkv.dtype)
+
+        return attend
+
+    def _attend_sdpa(self) -> Callable[[int, Tensor], Tensor]:
+        """Attention by torch's fused kernels."""
+        cache, kv = self.cache, self.llama.kv_heads
+        here, all_ = self._views()
+        mask = cache.mask[: cache.n, None, None, cache.low : cache.clock + 1] if cache.ragged else None
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            q = self._store(here[i], qkv).unflatten(1, (kv, -1))
+            k, v, m, window = all_[0, i], all_[1, i], mask, self.layers[i].window
+            if window is not None and k.shape[2] > window:
+                k, v, m = k[:, :, -window:], v[:, :, -window:], None if m is None else m[..., -window:]
+            return F.scaled_dot_product_attention(q, k, v, m, scale=1.0).reshape(len(qkv), -1)
+
+        return attend
 
 # %% ../../nbs/21_engine.decode.ipynb #db554c53
 @functools.cache

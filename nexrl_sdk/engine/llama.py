@@ -254,6 +254,7 @@ def packed_attention(
     rows: PackedRows,
     shape: Llama,
     window: int | None = None,
+    scale: float | None = None,  # None: the model's
 ) -> Tensor:  # [N, H x C]
     """Causal attention within each sequence."""
     heads, kv = shape.heads, shape.kv_heads
@@ -262,7 +263,7 @@ def packed_attention(
         x = (qkv if index is None else qkv[index]).view(n, length, heads + 2 * kv, -1).transpose(1, 2)
         mask = _band(length, window, qkv.device) if window is not None and length > window else None
         q, k, v = x.split([heads, kv, kv], 1)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=shape.scale, enable_gqa=kv != heads)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale or shape.scale, enable_gqa=kv != heads)
         outs.append(out.transpose(1, 2).reshape(n * length, -1))
     flat = outs[0] if len(outs) == 1 else torch.cat(outs)
     return flat if rows.inverse is None else flat[rows.inverse]
