@@ -166,14 +166,16 @@ class _FusedLogprobs(torch.autograd.Function):
         logprobs, lse, value = running.finish()
         ctx.save_for_backward(hidden, weight, bias, targets, lse, value)
         ctx.shape = shape
+        ctx.set_materialize_grads(False)
         return logprobs, value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprobs: Tensor, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, value = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
         shape: HeadShape = ctx.shape
+        by_logprobs = torch.zeros_like(lse) if by_logprobs is None else by_logprobs
         live = _live_rows(by_logprobs, by_entropy if value is not None else None)
         take = (lambda x: x) if live is None else (lambda x: x[live])
         kind = shape.dtype or hidden.dtype
