@@ -1,0 +1,20 @@
+"""The tutorials run in a real kernel, from their own folder, as a reader runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "nbs" / "tutorials"
+
+
+@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_tutorial(path, tmp_path, monkeypatch):
+    nb = nbformat.read(path, as_version=4)
+    assert sum(c.cell_type == "code" for c in nb.cells) > 5
+    NotebookClient(nb, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    errors = [o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"]
+    assert not errors
