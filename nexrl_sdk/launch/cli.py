@@ -5,9 +5,11 @@
 # %% ../../nbs/95_launch.cli.ipynb #41b96382
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +18,8 @@ import typer
 from ..types import ConfigError, DataError, NexRLError, RunFolderError
 
 # %% auto #0
-__all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'run', 'resume', 'validate', 'report', 'init', 'exit_code',
-           'message_for', 'main']
+__all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'Stopped', 'stoppable', 'run', 'resume', 'validate', 'report',
+           'init', 'exit_code', 'message_for', 'main']
 
 # %% ../../nbs/95_launch.cli.ipynb #33d4ab75
 app = typer.Typer(
@@ -38,11 +40,14 @@ A recipe is a YAML file, or a folder with one. Any key can be changed for one ru
 )  # fmt: skip
 
 
+_state = {"debug": False}
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    os.environ["NEXRL_DEBUG"] = "1" if debug else os.environ.get("NEXRL_DEBUG", "")
+    _state["debug"] = debug
 
 
 def _number(value: Any) -> str:
@@ -68,6 +73,23 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
     if report:
         lines.append(f"report           {folder}/report.html")
     return "\n".join([*lines, "", "next", f"  another seed       nexrl run {recipe} --seed 1", f"  another setting    nexrl run {recipe} trainer.optim.lr=1e-4", "  your own task      nexrl init my_task"])
+
+# %% ../../nbs/95_launch.cli.ipynb #50fa816b
+class Stopped(Exception):
+    """A Ctrl-C on its way to the top of the program."""
+
+    def __init__(self, interrupt: KeyboardInterrupt):
+        super().__init__(str(interrupt))
+        self.interrupt = interrupt
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Carry a Ctrl-C past typer."""
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        raise Stopped(e) from e
 
 # %% ../../nbs/95_launch.cli.ipynb #f772c1b0
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or its folder.", show_default=False)]
@@ -100,7 +122,8 @@ def run(
 
     changes = [*(overrides or []), *([f"seed={seed}"] if seed is not None else []), *([f"trainer.total_train_steps={steps}"] if steps is not None else [])]
     loaded = Recipe.load(recipe, changes)
-    summary = run_recipe(loaded, out=out, report=not no_report)
+    with stoppable():
+        summary = run_recipe(loaded, out=out, report=not no_report)
     typer.echo("\n" + _closing(summary, _relative(recipe), not no_report))
 
 
@@ -121,7 +144,8 @@ def resume(
     from nexrl_sdk.launch.runner import resume_run
 
     changes = [*(overrides or []), *([f"trainer.total_train_steps={steps}"] if steps is not None else [])]
-    summary = resume_run(run, overrides=changes, report=not no_report)
+    with stoppable():
+        summary = resume_run(run, overrides=changes, report=not no_report)
     source = _recipe_of(Path(summary["folder"]))
     typer.echo("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists()))
 
@@ -129,7 +153,8 @@ def resume(
 def _recipe_of(folder: Path) -> str:
     from nexrl_sdk.run.store import Folder
 
-    return _relative(Folder(folder).info["recipe"] or folder / "recipe.yaml")
+    file = Path(Folder(folder).info["recipe"] or folder / "recipe.yaml")
+    return _relative(file.parent if file.name in ("recipe.yaml", f"{file.parent.name}.yaml") else file)
 
 # %% ../../nbs/95_launch.cli.ipynb #34c79fa2
 @app.command(short_help="Check a recipe without loading the model.")
@@ -226,11 +251,10 @@ def main(
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a scheduler's notice is a Ctrl-C
     try:
         code = app(arguments, standalone_mode=False)
-    except typer.Abort:
-        code = 130
-    except (KeyboardInterrupt, Exception) as e:
+    except (KeyboardInterrupt, Exception) as wrapped:
+        e: BaseException = wrapped.interrupt if isinstance(wrapped, Stopped) else wrapped
         show = getattr(e, "show", None)  # an argument that typer refuses shows itself
-        if os.environ.get("NEXRL_DEBUG") and show is None:
+        if _state["debug"] and show is None:
             raise
         show() if show is not None else typer.echo(message_for(e), err=True)
         code = getattr(e, "exit_code", None) or exit_code(e)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..recipe.config import Recipe
 from ..run.monitor import step_seconds
-from ..run.store import Folder, Run, writing
+from ..run.store import Folder, Run, check_same, writing
 from ..types import ConfigError, Interrupted, NexRLError
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ def resume_run(
     """Go on with a run to its end."""
     stored = Folder(folder)
     recipe = recipe or Recipe.load(stored.folder / "recipe.yaml", overrides)
+    check_same(stored, recipe)
     if stored.summary and stored.last_step >= recipe.config.trainer.total_train_steps:
         return {**stored.summary, "folder": str(stored.folder)}
     require_valid(recipe)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from .config import Recipe, code_roles
-from .source import load_object, split_reference
 from ..types import ConfigError, DataError, NexRLError
 
 # %% auto #0
@@ -84,13 +82,13 @@ def check_code(recipe: Recipe) -> Iterator[Finding]:
     for key, reference in references.items():
         if reference:
             try:
-                path, name = split_reference(reference, key)
-                load_object(recipe.resolve_path(path), name, key)
+                for one in reference if isinstance(reference, list) else [reference]:
+                    recipe.load_reference(one, key)
             except NexRLError as e:
                 yield _error(key, e)
-    for key, role in (("trainer.custom_trainer_module_path", recipe.trainer_class), ("rollout_worker.custom_rollout_worker_module_path", recipe.worker_class)):
+    for key, role in (("trainer.custom_trainer_module_path", "trainer_class"), ("rollout_worker.custom_rollout_worker_module_path", "worker_class")):
         try:
-            role()
+            recipe.own_class(role)
         except NexRLError as e:
             if not any(str(e).startswith(k) for k in references):
                 yield _error(key, e)
@@ -109,23 +107,12 @@ def _check_evaluator(recipe: Recipe) -> Iterator[Finding]:
 
     try:
         as_evaluator(evaluator)
-    except (NexRLError, TypeError) as e:
+    except NexRLError as e:
         yield _error(key, e)
-        return
-    if inspect.isfunction(evaluator) and not _takes_two(evaluator):
-        yield _error(key, f"{evaluator.__name__}{inspect.signature(evaluator)} must take two arguments: the row, and the answer")
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind({}, "")
-    except TypeError:
-        return False
-    return True
 
 # %% ../../nbs/61_recipe.check.ipynb #9e94cc95
 def check_data(recipe: Recipe) -> Iterator[Finding]:
-    """Read the rows, and look for the prompt's column."""
+    """Read the rows."""
     for validation in (False, True):
         key = "validate.data" if validation else "data"
         if validation and not recipe.has_validation():
@@ -138,25 +125,15 @@ def check_data(recipe: Recipe) -> Iterator[Finding]:
         except (NexRLError, OSError) as e:
             yield _error(key, e)
             continue
-        yield from _check_rows(recipe, key, rows)
+        batch = recipe.config.data.batch_size
+        if not validation and len(rows) < batch:
+            yield _warning("data.batch_size", f"a step takes {batch} prompts and there are {len(rows)} rows, so a batch holds rows twice")
 
 
 def _is_hub(recipe: Recipe, validation: bool) -> bool:
     """A dataset on the Hub is not fetched."""
     section = recipe.config.validate.data if validation else recipe.config.data
     return bool(section.hub)
-
-
-def _check_rows(recipe: Recipe, key: str, rows: list[dict[str, Any]]) -> Iterator[Finding]:
-    column = recipe.config.data.prompt_key
-    custom = recipe.config.rollout_worker.custom_rollout_worker_class_name or "worker_class" in recipe.live
-    supervised = recipe.config.algorithm.type == "cross_entropy"
-    missing = [i for i, row in enumerate(rows) if column not in row and not (supervised and "messages" in row)]
-    if missing and not custom:
-        near = f"; the columns are {', '.join(sorted(rows[missing[0]]))}"
-        yield _error("data.prompt_key", f"{len(missing)} of {len(rows)} rows of {key} have no column {column!r} (the first is row {missing[0]}){near}")
-    if key == "data" and len(rows) < recipe.config.data.batch_size:
-        yield _warning("data.batch_size", f"a step takes {recipe.config.data.batch_size} prompts and there are {len(rows)} rows, so a batch holds rows twice")
 
 # %% ../../nbs/61_recipe.check.ipynb #22d21b25
 def check_sizes(recipe: Recipe) -> Iterator[Finding]:

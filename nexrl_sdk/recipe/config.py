@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from .compose import Tree, compose, escape, get_path, override, resolve, respell, set_path
 from .schema import RecipeSchema, defaults, problems
-from .source import Source, capture, file_digest, load_object, read_source, rows_bytes, split_reference
+from .source import Source, capture, file_digest, is_file_reference, load_named, read_source, rows_bytes, split_reference
 from ..run.monitor import error_budget
 from ..types import ConfigError, nearest
 
@@ -108,7 +108,7 @@ def _data_section(value: Any, role: str, live: dict[str, Any]) -> dict[str, Any]
             if key in section and (key == "rows" or not _is_written(section[key])):
                 live[role] = section.pop(key)
         return section
-    if _is_text(value) and re.search(r"\.py:\w+$", str(value)):
+    if is_file_reference(value):
         return {"source": str(value)}
     if _is_text(value):
         return {"hub": str(value)[3:]} if str(value).startswith("hf:") else {"data_files": str(value)}
@@ -153,7 +153,7 @@ def _classes(out: dict[str, Any], live: dict[str, Any]) -> None:
             continue
         section = place.split(".")[0]
         out[section] = dict(out.get(section) or {})
-        if not isinstance(value, str):
+        if not isinstance(value, str) and not (role == "evaluator" and _is_written(value)):
             live[role] = value
         elif role == "evaluator":
             set_path(out, place, value)
@@ -298,14 +298,13 @@ class Identity(Settings):
             found[key] = _folder_digest(self.resolve_path(name)) if name else None
         return {k: v for k, v in found.items() if v}
 
-    def _code_digest(self, role: str, reference: str | None, key: str) -> str | None:
+    def _code_digest(self, role: str, reference: str | list[str] | None, key: str) -> str | None:
         if role in self.live:
             return self._live_digest(role, key)
-        if not reference or not re.search(r"\.py:\w+$", reference):
-            return None
-        path, name = split_reference(reference, key)
-        file = self.resolve_path(path)
-        return read_source(file, name).digest if file.is_file() else None
+        references = reference if isinstance(reference, list) else [reference] if reference else []
+        places = [(self.resolve_path(split_reference(r, key)[0]), split_reference(r, key)[1]) for r in references if is_file_reference(r)]
+        known = bool(places) and len(places) == len(references) and all(file.is_file() for file, _ in places)
+        return "+".join(read_source(file, name).digest for file, name in places) if known else None
 
     def _live_digest(self, role: str, key: str) -> str:
         """Of an object of a cell, taken once."""
@@ -313,14 +312,15 @@ class Identity(Settings):
         if memo not in self._cache:
             try:
                 rows = role.endswith("data") and not callable(self.live[role])
-                self._cache[memo] = hashlib.sha256(rows_bytes(self.live_rows(role), key)).hexdigest() if rows else self.source(role, key).digest
+                self._cache[memo] = hashlib.sha256(rows_bytes(self.live_rows(role), key)).hexdigest() if rows else "+".join(s.digest for s in self.sources(role, key))
             except ConfigError:
                 self._cache[memo] = NOTEBOOK
         return self._cache[memo]
 
-    def source(self, role: str, key: str = "") -> Source:
-        """The source of an object of a cell."""
-        return capture(self.live[role], key or role)
+    def sources(self, role: str, key: str = "") -> list[Source]:
+        """The source of an object of a cell, or of each one of a list."""
+        given = self.live[role]
+        return [capture(g, key or role) for g in (given if isinstance(given, (list, tuple)) else [given])]
 
     def _data_digest(self, key: str, section: Mapping[str, Any]) -> dict[str, str | None]:
         if key in self.live:
@@ -376,9 +376,9 @@ NOTEBOOK = "an object of a notebook"  # stands for what no file can hold
 
 def code_roles(
     config: Mapping[str, Any],
-) -> dict[str, tuple[str, str | None]]:  # dotted key -> (role of a live object, reference "file.py:Name")
+) -> dict[str, tuple[str, Any]]:  # dotted key -> (role of a live object, reference "file.py:Name" or a list of them)
     """Where a recipe names code."""
-    roles: dict[str, tuple[str, str | None]] = {
+    roles: dict[str, tuple[str, Any]] = {
         "model.builder": ("builder", config["model"]["builder"]),
         "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"]),
     }
@@ -442,35 +442,48 @@ class Parts(Identity):
         text = self.config.model.tokenizer
         return None if text is None else self._folder_or_id(text)
 
+    def load_reference(
+        self,
+        reference: str,  # "file.py:Name" or "package.module:Name"
+        key: str,  # of the recipe, for the message
+    ) -> Any:
+        """The object that a reference of this recipe names."""
+        place, name = split_reference(reference, key)
+        return load_named(f"{self.resolve_path(place)}:{name}" if place.endswith(".py") else reference, key)
+
     def _reference(self, key: str) -> Any:
-        """The object behind a 'file.py:Name' key; None where it is not set."""
+        """What stands behind a key: an object, a list of them, or None where it is not set."""
         reference = OmegaConf.select(self.config, key)
-        if reference is None:
-            return None
-        path, name = split_reference(reference, key)
-        return load_object(self.resolve_path(path), name, key)
+        if reference is None or isinstance(reference, str):
+            return None if reference is None else self.load_reference(reference, key)
+        return [self.load_reference(r, key) for r in reference]
 
     def evaluator(self) -> Any:
         """The evaluator: the object of a cell, or what the reference names; None where there is none."""
         return self.live["evaluator"] if "evaluator" in self.live else self._reference("rollout_worker.evaluator_module_path")
 
-    def _custom(self, role: str, section: str, name: str) -> Any:
+    def own_class(
+        self,
+        role: str,  # "trainer_class" or "worker_class"
+    ) -> Any:  # None where there is none
+        """The trainer or worker class of the user's own."""
+        section, name = {"trainer_class": ("trainer", "custom_trainer"), "worker_class": ("rollout_worker", "custom_rollout_worker")}[role]
         if role in self.live:
             return self.live[role]
         module, cls = self.config[section][f"{name}_module_path"], self.config[section][f"{name}_class_name"]
         if bool(module) != bool(cls):
             raise ConfigError(f"{section}.{name}_module_path and {name}_class_name belong together; {'the class name' if module else 'the module path'} is missing")
-        return load_object(self.resolve_path(module), cls, f"{section}.{name}_module_path") if module else None
+        return self.load_reference(f"{module}:{cls}", f"{section}.{name}_module_path") if module else None
 
     def trainer_class(self) -> Any:
         """The trainer class of the user's own; None where there is none."""
-        return self._custom("trainer_class", "trainer", "custom_trainer")
+        return self.own_class("trainer_class")
 
     def worker_class(self) -> Any:
         """The worker class that the recipe asks for."""
-        custom = self._custom("worker_class", "rollout_worker", "custom_rollout_worker")
-        if custom is not None:
-            return custom
+        own = self.own_class("worker_class")
+        if own is not None:
+            return own
         from nexrl_sdk.rollout.worker import SimpleRolloutWorker
 
         return SimpleRolloutWorker
@@ -577,8 +590,18 @@ class Recipe(Parts):
             source = self.live.get(role)
             if source is None:
                 source = _row_source(section)
-            self._cache[role] = load_rows(source, split=section.split, name=section.name, base_dir=self.base_dir)
+            self._cache[role] = load_rows(source, split=section.split, name=section.name, base_dir=self._rows_base(source), columns=self._columns())
         return self._cache[role]
+
+    def _rows_base(self, source: Any) -> Path:
+        """The folder that named files are in: the recipe's, or the run's for what cells gave to it."""
+        kept = self.path is not None and isinstance(source, str) and source.startswith("cells/")
+        return self.path.parent if kept and self.path is not None else self.base_dir
+
+    def _columns(self) -> list[str]:
+        """The columns that every row must have."""
+        own = "worker_class" in self.live or self.config.rollout_worker.custom_rollout_worker_class_name or self.config.algorithm.type == "cross_entropy"
+        return [] if own else [self.config.data.prompt_key]
 
     def make_stream(self) -> Any:
         """The training rows in the order in which a trainer takes them."""

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from omegaconf import OmegaConf
 
 from .compose import escape, get_path, set_path
 from .config import MASK, Recipe, code_roles, mask
-from .source import rows_bytes, split_reference
+from .source import Source, rows_bytes, split_reference
 from ..types import ConfigError
 
 # %% auto #0
@@ -26,10 +28,10 @@ ROW_FILES = {"data": "rows.jsonl", "validate.data": "validation.jsonl"}
 
 def live_files(
     recipe: Recipe,
-) -> tuple[dict[str, bytes], dict[str, str], dict[str, str]]:  # file -> content, dotted key -> value, role -> why it cannot be written
+) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str]]:  # file -> content, dotted key -> value, role -> why it cannot be written
     """What the objects of a cell become."""
     files: dict[str, bytes] = {}
-    keys: dict[str, str] = {}
+    keys: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for role, obj in recipe.live.items():
         try:
@@ -37,15 +39,19 @@ def live_files(
                 files[ROW_FILES[role]] = rows_bytes(recipe.live_rows(role), role)
                 keys[f"{role}.data_files"] = ROW_FILES[role]
             else:
-                source = recipe.source(role)
-                files[CODE_FILES[role]] = source.code.encode()
-                keys.update(_code_keys(role, CODE_FILES[role], source.name))
+                sources = recipe.sources(role)
+                names = [CODE_FILES[role]] if len(sources) == 1 else [CODE_FILES[role].replace(".py", f"_{i}.py") for i in range(1, len(sources) + 1)]
+                files.update({name: s.code.encode() for name, s in zip(names, sources)})
+                keys.update(_code_keys(role, names, sources))
         except ConfigError as e:
             failed[role] = str(e)
     return files, keys, failed
 
 
-def _code_keys(role: str, file: str, name: str) -> dict[str, str]:
+def _code_keys(role: str, files: list[str], sources: list[Source]) -> dict[str, Any]:
+    file, name = files[0], sources[0].name
+    if len(files) > 1:
+        return {"rollout_worker.evaluator_module_path": [f"{f}:{s.name}" for f, s in zip(files, sources)]}
     whole = {"evaluator": "rollout_worker.evaluator_module_path", "builder": "model.builder", "data": "data.source", "validate.data": "validate.data.source"}
     if role in whole:
         return {whole[role]: f"{file}:{name}"}
@@ -90,6 +96,8 @@ def _moved_paths(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
     def seen_from(text: str) -> str:
         found = recipe.resolve_path(text)
+        if has_magic(text) and not Path(text).is_absolute() and any(recipe.base_dir.glob(text)):
+            return os.path.relpath(recipe.base_dir / text, folder)
         return text if Path(text).is_absolute() or not found.exists() else os.path.relpath(found, folder)
 
     for key in ("model.path", "model.tokenizer"):
@@ -102,9 +110,17 @@ def _moved_paths(recipe: Recipe, folder: Path) -> dict[str, Any]:
     references = {**{k: r for k, (_, r) in code_roles(config).items()}, "data.source": config["data"]["source"], "validate.data.source": get_path(config, "validate.data.source")}
     for key, reference in references.items():
         if reference:
-            path, name = split_reference(reference, key)
-            moved.update({key.replace("_class_name", "_module_path"): seen_from(path)} if key.endswith("_class_name") else {key: f"{seen_from(path)}:{name}"})
+            moved.update(_moved_reference(key, reference, seen_from))
     return moved
+
+
+def _moved_reference(key: str, reference: str | list[str], seen_from: Callable[[str], str]) -> dict[str, Any]:
+    if isinstance(reference, list):
+        return {key: [_moved_reference(key, r, seen_from)[key] for r in reference]}
+    place, name = split_reference(reference, key)
+    if not place.endswith(".py"):
+        return {}
+    return {key.replace("_class_name", "_module_path"): seen_from(place)} if key.endswith("_class_name") else {key: f"{seen_from(place)}:{name}"}
 
 # %% ../../nbs/62_recipe.export.ipynb #192fdf4b
 def keep_recipe(
@@ -115,7 +131,7 @@ def keep_recipe(
     files, keys, failed = live_files(recipe)
     values = recipe.to_dict()
     for key, written in keys.items():
-        set_path(values, key, written if key.endswith("_class_name") else f"cells/{written}")
+        set_path(values, key, written if key.endswith("_class_name") else [f"cells/{w}" for w in written] if isinstance(written, list) else f"cells/{written}")
     if files:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

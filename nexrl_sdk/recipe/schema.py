@@ -89,7 +89,7 @@ class RolloutWorker(Section):
     """How a prompt is answered and scored."""
 
     type: Literal["simple"] = "simple"
-    evaluator_module_path: str | None = None  # "file.py:Name": a function or an Evaluator class
+    evaluator_module_path: str | list[str] | None = None  # "file.py:Name": a function or an Evaluator class; a list: rewards to add up
     system_prompt: str | None = None
     chat: bool | None = None  # use the chat template; null: when the prompt is a list of messages
     temperature: NonNegative = 1.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import builtins
 import hashlib
-import importlib.util
 import inspect
 import json
 import linecache
@@ -23,73 +22,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..types import ConfigError, NexRLError, nearest
+from ..rollout.data import load_object
+from ..types import ConfigError
 
 # %% auto #0
-__all__ = ['load_module', 'split_reference', 'load_object', 'Source', 'literal', 'capture', 'read_source', 'rows_bytes',
+__all__ = ['split_reference', 'is_file_reference', 'load_named', 'Source', 'literal', 'capture', 'read_source', 'rows_bytes',
            'file_digest']
 
 # %% ../../nbs/59_recipe.source.ipynb #6172bf9f
-_modules: dict[tuple[str, str], types.ModuleType] = {}
-
-
-def _package_of(folder: Path) -> str:
-    """A package for the files of one folder, so that relative imports work."""
-    name = f"nexrl_recipe_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    if name not in sys.modules:
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder)]
-        sys.modules[name] = package
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    return name
-
-
-def load_module(
-    path: Path,  # a .py file
-    what: str = "module",  # the recipe's key, for the message
-) -> types.ModuleType:
-    """Import a file by its path."""
-    if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"{what}: there is no file {path}{near}")
-    path = path.resolve()
-    key = (str(path), hashlib.sha256(path.read_bytes()).hexdigest())
-    if key not in _modules:
-        spec = importlib.util.spec_from_file_location(f"{_package_of(path.parent)}.{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except NexRLError:
-            raise
-        except Exception as e:
-            raise ConfigError(f"{what}: {path} cannot be imported: {type(e).__name__}: {e}") from e
-        _modules[key] = module
-    return _modules[key]
-
-
 def split_reference(
-    reference: str,  # "file.py:Name"
+    reference: str,  # "file.py:Name" or "package.module:Name"
     what: str = "reference",  # the recipe's key, for the message
-) -> tuple[str, str]:  # the file, and the name in it
+) -> tuple[str, str]:  # the file or module, and the name in it
     """Take a reference apart."""
-    path, colon, name = reference.rpartition(":")
-    if not colon or not path.endswith(".py") or not name.isidentifier():
+    place, colon, name = reference.rpartition(":")
+    if not colon or not place or not name.isidentifier():
         raise ConfigError(f"{what}: {reference!r} must be 'file.py:Name'")
-    return path, name
+    return place, name
 
 
-def load_object(
-    path: Path,  # a .py file
-    name: str,  # what it defines
+def is_file_reference(
+    reference: Any,
+) -> bool:
+    """Whether it is text of the form 'file.py:Name'."""
+    return isinstance(reference, str) and re.search(r"\.py:[^:/]+$", reference) is not None
+
+
+def load_named(
+    reference: str,  # with an absolute path, where it names a file
     what: str = "reference",  # the recipe's key, for the message
 ) -> Any:
-    """The object that a file defines under a name."""
-    module = load_module(path, what)
-    if not hasattr(module, name):
-        raise ConfigError(f"{what}: {path} has no {name!r}{nearest(name, [n for n in vars(module) if not n.startswith('_')])}")
-    return getattr(module, name)
+    """The object that a reference names."""
+    split_reference(reference, what)
+    try:
+        return load_object(reference)
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}") from e
 
 # %% ../../nbs/59_recipe.source.ipynb #332be636
 @dataclass(frozen=True)
@@ -189,7 +157,7 @@ def literal(
 def _is_installed(module: types.ModuleType) -> bool:
     """Whether a module comes from Python or an installed package, and not from the user's own files."""
     file = getattr(module, "__file__", None)
-    if module.__name__ == "__main__" or module.__name__.startswith("nexrl_recipe_"):
+    if module.__name__ == "__main__" or module.__name__.startswith("nexrl_user_"):
         return False
     if file is None:
         return module.__name__ in sys.builtin_module_names or module.__name__ in sys.stdlib_module_names

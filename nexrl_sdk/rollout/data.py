@@ -73,13 +73,22 @@ def _leave(folder: Path, before: set[str]) -> None:
             _SIBLINGS[name] = (str(folder), sys.modules[name])
 
 
+def _package(folder: Path) -> str:
+    """A package for the files of a folder, so that one may say `from .helper import x`."""
+    name = f"nexrl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(folder)]
+    return name
+
+
 def load_module(
     path: Path,  # a Python file
 ) -> ModuleType:  # the same module as long as the file's content stays the same
     """Import a file, whatever it is called and wherever it lies."""
     path = path.resolve()
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
-    name = f"nexrl_user_{path.stem}_{digest}"
+    name = f"{_package(path.parent)}.{path.stem}_{digest}"
     with _LOCK:
         if name not in sys.modules:
             _import(name, path)

@@ -33,7 +33,7 @@ except ImportError:  # not on Windows; there a folder is not locked
 
 # %% auto #0
 __all__ = ['FREE_KEYS', 'writing', 'write_whole', 'take_lock', 'read_lines', 'append_line', 'identity', 'differences',
-           'environment', 'Folder', 'Run']
+           'environment', 'Folder', 'Run', 'check_same']
 
 # %% ../../nbs/51_run.store.ipynb #23fa0893
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -268,7 +268,7 @@ class Folder:
         path = self.rollout_files.get(step)
         if path is None:
             raise RunFolderError(f"{self.folder} holds no rollouts of step {step}; it has {_spans(list(self.rollout_files)) or 'none'}")
-        from nexrl_sdk.rollout.worker import Rollouts
+        from nexrl_sdk.rollout.rollouts import Rollouts
 
         return Rollouts.load(path)
 
@@ -299,7 +299,7 @@ class Run(Folder):
         self.tracker = ActivityTracker()
         try:
             if recipe is not None:
-                self._check(recipe)
+                check_same(self, recipe)
             with writing(self.folder):
                 self._repair()
             self._track(recipe)
@@ -335,10 +335,6 @@ class Run(Folder):
     ) -> Run:
         """Go on with a run folder."""
         return cls(folder, recipe)
-
-    def _check(self, recipe: Any) -> None:
-        if identity(recipe) != self.info["identity"]:
-            raise RunFolderError(_another(self, recipe))
 
     def _repair(self) -> None:
         """Drop a torn last line, and what a kill left half written."""
@@ -467,6 +463,15 @@ def _store_recipe(folder: Path, recipe: Any) -> dict[str, Any]:
     kept = recipe.keep(folder)
     info = {"recipe": str(recipe.path) if recipe.path else None, "identity": identity(recipe), "canonical": recipe.canonical(), "shown": recipe.shown()}
     return {**info, **kept}
+
+
+def check_same(
+    run: Folder,
+    recipe: Any,  # a Recipe
+) -> None:
+    """Raise RunFolderError, naming the differences, where a run folder is another recipe's."""
+    if identity(recipe) != run.info["identity"]:
+        raise RunFolderError(_another(run, recipe))
 
 
 def _another(run: Folder, recipe: Any) -> str:

@@ -161,9 +161,11 @@ def test_own_keys_where_an_own_class_reads_them(task):
 
 
 def test_reference_errors_name_the_nearest(task):
-    assert "there is no file" in complaint(Recipe.load(task, ["rollout_worker.evaluator_module_path=tusk.py:exact"]).evaluator)
+    assert "tusk.py does not exist; did you mean 'task.py'?" in complaint(Recipe.load(task, ["rollout_worker.evaluator_module_path=tusk.py:exact"]).evaluator)
     assert "did you mean 'exact'?" in complaint(Recipe.load(task, ["rollout_worker.evaluator_module_path=task.py:exct"]).evaluator)
-    assert "must be 'file.py:Name'" in complaint(Recipe.load(task, ["rollout_worker.evaluator_module_path=task:exact"]).evaluator)
+    assert "must be 'file.py:Name'" in complaint(Recipe.load(task, ["rollout_worker.evaluator_module_path=task.py"]).evaluator)
+    assert "module 'tusk' cannot be imported" in complaint(Recipe.load(task, ["rollout_worker.evaluator_module_path=tusk:exact"]).evaluator)
+    assert Recipe.load(task, ["rollout_worker.evaluator_module_path=math:sqrt"]).evaluator()(4) == 2
     (task / "task.py").write_text("import no_such_module\n")
     assert "cannot be imported: ModuleNotFoundError" in complaint(Recipe.load(task).evaluator)
 
@@ -174,6 +176,19 @@ def test_a_changed_file_is_imported_again_and_neighbours_can_be_imported(task):
     (task / "helper.py").write_text("HALF = 0.5\n")
     (task / "task.py").write_text("from .helper import HALF\n\n\ndef exact(row, answer):\n    return HALF\n")
     assert recipe.evaluator()(ROWS[0], "ba") == 0.5
+
+
+def test_a_list_of_rewards(task, tmp_path):
+    def short(row, answer):
+        return 1.0 / (1 + len(answer))
+
+    recipe = cell(evaluator=[exact, short])
+    recipe.save(tmp_path / "saved")
+    again = Recipe.load(tmp_path / "saved")
+    assert again == recipe and [f.__name__ for f in again.evaluator()] == ["exact", "short"]
+    assert again.config.rollout_worker.evaluator_module_path == ["evaluator_1.py:exact", "evaluator_2.py:short"]
+    again.save(tmp_path / "third")
+    assert Recipe.load(tmp_path / "third") == recipe == cell(evaluator=["evaluator_1.py:exact", "evaluator_2.py:short"], base_dir=tmp_path / "saved")
 
 
 def test_paths_are_relative_to_the_file_and_then_to_the_working_directory(task, monkeypatch):
