@@ -17,9 +17,9 @@ import numpy as np
 from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['TONES', 'COLORS', 'Points', 'Html', 'plain', 'escape', 'join', 'el', 'number', 'seconds', 'finite', 'muted', 'more',
-           'clip', 'value_html', 'fragment', 'chip', 'heading', 'pairs', 'box', 'card', 'table', 'tile', 'thin',
-           'sparkline', 'ticks', 'smooth', 'line_chart']
+__all__ = ['TONES', 'COLORS', 'Points', 'Html', 'plain', 'cut', 'escape', 'join', 'el', 'number', 'count', 'seconds', 'real',
+           'finite', 'muted', 'more', 'clip', 'value_html', 'fragment', 'chip', 'heading', 'pairs', 'box', 'card',
+           'table', 'tile', 'thin', 'sparkline', 'ticks', 'smooth', 'line_chart']
 
 # %% ../../nbs/55_view.html.ipynb #91240058
 class Html(str):
@@ -59,6 +59,14 @@ def plain(
     return _ODD.sub(_visible, text)
 
 
+def cut(
+    value: object,
+    limit: int,  # characters
+) -> str:
+    """The beginning of a text, for places that hold no markup."""
+    return plain(value[:limit] if isinstance(value, str) else value)[:limit]
+
+
 def escape(
     value: object,  # anything; `Html` passes unchanged
 ) -> Html:
@@ -71,14 +79,14 @@ _TAGS = frozenset(
     "strong sub summary sup table tbody td tfoot th thead tr u ul wbr svg g path line rect circle text title polyline".split()
 )
 _VOID = frozenset({"br", "col", "wbr"})
-_ATTRIBUTE = re.compile(r"(?!on)[a-zA-Z][a-zA-Z0-9-]*\Z")
+_ATTRIBUTE = re.compile(r"(?![oO][nN])[a-zA-Z][a-zA-Z0-9-]*\Z")
 
 
 def _attribute(name: str, value: object) -> str:
     name = {"cls": "class"}.get(name, name.rstrip("_").replace("_", "-"))
-    if not _ATTRIBUTE.match(name) or name in ("src", "srcdoc", "action"):
+    if not _ATTRIBUTE.match(name) or name.lower() in ("src", "srcset", "srcdoc", "action", "formaction"):
         raise ConfigError(f"attribute {name!r} is not allowed in a view: it could run or load something")
-    if name == "href" and not str(value).startswith("#"):
+    if name.lower() == "href" and not str(value).startswith("#"):
         raise ConfigError(f"a view links only within its page, not to {plain(value)[:80]!r}")
     return f" {name}" if value is True else f' {name}="{escape(value)}"'
 
@@ -140,6 +148,14 @@ def _float(x: float) -> str:
     return ("−" if x < 0 and text != "0" else "") + text
 
 
+def count(
+    n: int,
+    what: str,  # "answer"
+) -> str:  # "1 answer", "2,000 answers"
+    """How many."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def seconds(
     value: float | None,  # a duration; None: unknown
 ) -> str:
@@ -154,6 +170,16 @@ def seconds(
     if total < 3600:
         return f"{total // 60} min {total % 60} s"
     return f"{total // 3600} h {total % 3600 // 60} min"
+
+
+def real(
+    value: Any,  # a number of any size, or None
+) -> float:  # NaN for None, infinite for an integer that no float holds
+    """A number as a float."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def finite(
@@ -245,7 +271,7 @@ font:13px/1.5 var(--jp-ui-font-family,system-ui),system-ui,-apple-system,"Segoe 
 .nx.nx .nx-t{font-size:14px;font-weight:600;margin:0;letter-spacing:-.005em}
 .nx.nx .nx-end{margin-left:auto}
 .nx.nx .nx-kv{display:grid;grid-template-columns:fit-content(40%) 1fr;gap:2px 18px;margin:0}
-.nx.nx .nx-kv>dt{color:var(--nx-m);font-weight:400;margin:0;padding:0;overflow-wrap:anywhere}.nx.nx .nx-kv>dd{margin:0;padding:0;overflow-wrap:anywhere;min-width:0}
+.nx.nx .nx-kv>dt,.nx.nx .nx-kv>dd{float:none;width:auto;display:block}.nx.nx .nx-kv>dt{color:var(--nx-m);font-weight:400;margin:0;padding:0;overflow-wrap:anywhere}.nx.nx .nx-kv>dd{margin:0;padding:0;overflow-wrap:anywhere;min-width:0}
 .nx.nx .nx-chip{display:inline-block;font-size:11px;line-height:1.45;padding:0 7px;border-radius:9px;border:1px solid var(--nx-l);white-space:nowrap;max-width:100%;overflow:hidden;text-overflow:ellipsis;vertical-align:middle}
 .nx.nx .nx-good{color:var(--nx-g)}.nx.nx .nx-bad{color:var(--nx-r)}.nx.nx .nx-warn{color:var(--nx-w)}.nx.nx .nx-accent{color:var(--nx-a)}
 .nx.nx .nx-chip.nx-good,.nx.nx .nx-chip.nx-bad,.nx.nx .nx-chip.nx-warn,.nx.nx .nx-chip.nx-accent{border-color:currentColor}
@@ -286,7 +312,7 @@ def chip(
     """A short label."""
     if tone not in TONES:
         raise ConfigError(f"tone {tone!r} is not known{nearest(tone, TONES)}")
-    return el("span", clip(text, 60), cls=f"nx-chip nx-{tone}" if tone else "nx-chip", title=None if title is None else plain(title)[:400])
+    return el("span", clip(text, 60), cls=f"nx-chip nx-{tone}" if tone else "nx-chip", title=None if title is None else cut(title, 400))
 
 
 def heading(
@@ -396,8 +422,8 @@ def _domain(values: np.ndarray, pad: float = 0.06) -> tuple[float, float]:
     known = values[np.isfinite(values)]
     if not len(known):
         return 0.0, 1.0
-    lo, hi = float(np.clip(known.min(), -1e300, 1e300)), float(np.clip(known.max(), -1e300, 1e300))
-    if hi - lo <= 1e-9 * max(abs(lo), abs(hi)):
+    lo, hi = float(known.min()), float(known.max())
+    if hi - lo <= max(1e-9 * max(abs(lo), abs(hi)), 1e-290):
         room = 0.5 * abs(lo) or 1.0
         return lo - room, hi + room
     return (lo if lo == 0 else lo - pad * (hi - lo)), hi + pad * (hi - lo)
@@ -410,7 +436,8 @@ def sparkline(
     color: str = "a",  # one of COLORS
 ) -> Html:
     """A small line without axes."""
-    y_N = np.asarray([math.nan if v is None else v for v in values], dtype=float)
+    y_N = np.asarray([real(v) for v in values], dtype=float)
+    y_N[np.abs(y_N) > 1e150] = math.nan
     x_N, y_N = thin(np.arange(len(y_N), dtype=float), y_N, width)
     if not np.isfinite(y_N).any():
         return Html("")
@@ -465,7 +492,7 @@ class _Plot:
     left, right, top, bottom = 46, 10, 8, 24
 
     def __init__(self, series: Mapping[str, tuple[np.ndarray, np.ndarray]], width: int, height: int, x_name: str):
-        self.series, self.width, self.height, self.x_name = series, width, height, x_name
+        self.series, self.width, self.height, self.x_name = series, width, height, cut(x_name, 40)
         every_x = np.concatenate([x for x, _ in series.values()] or [np.zeros(0)])
         every_y = np.concatenate([y for _, y in series.values()] or [np.zeros(0)])
         self.x0, self.x1 = (float(every_x.min()), float(every_x.max())) if len(every_x) else (0.0, 1.0)
@@ -504,7 +531,7 @@ class _Plot:
     def broken(self) -> Html:
         bad = [(float(x), float(y), name) for name, (x_N, y_N) in self.series.items() for x, y in zip(x_N[~np.isfinite(y_N)][:40], y_N[~np.isfinite(y_N)][:40])]
         return join(
-            el("g", el("title", f"{self.x_name} {number(x)}: {name} is {number(y)}"), el("path", d=f"M{self.x(x) - 3:.1f} {self.top - 3}l6 6m0 -6l-6 6", stroke_width="1.6", fill="none", style="stroke:var(--nx-r)"))
+            el("g", el("title", f"{self.x_name} {number(x)}: {cut(name, 60)} is {number(y)}"), el("path", d=f"M{self.x(x) - 3:.1f} {self.top - 3}l6 6m0 -6l-6 6", stroke_width="1.6", fill="none", style="stroke:var(--nx-r)"))
             for x, y, name in bad
         )
 
@@ -522,18 +549,17 @@ class _Plot:
             i = int(np.searchsorted(x_N, at))
             if i < len(x_N) and x_N[i] == at:
                 found.append((name, float(y_N[i]), color))
-        label = " · ".join([f"{self.x_name} {number(at if at != int(at) else int(at))}", *(f"{name} {number(y)}" for name, y, _ in found)])
+        label = " · ".join([f"{self.x_name} {number(at if at != int(at) else int(at))}", *(f"{cut(name, 60)} {number(y)}" for name, y, _ in found)])
         area = el("rect", x=f"{start:.1f}", y=self.top, width=f"{max(0.5, end - start):.1f}", height=self.height - self.top - self.bottom, fill="transparent")
         dots = [el("circle", cx=f"{self.x(at):.1f}", cy=f"{self.y(y):.1f}", r="3.5", style=f"fill:var(--nx-{c})") for _, y, c in found if math.isfinite(y)]
         return el("g", el("title", label), area, dots, cls="nx-hit")
 
 # %% ../../nbs/55_view.html.ipynb #48a7ab4d
 def _arrays(points: Iterable[tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    pairs_N = [(float(x), math.nan if y is None else float(y)) for x, y in points]
-    at = np.asarray(pairs_N, dtype=float).reshape(-1, 2)
-    at = at[np.isfinite(at[:, 0])]
+    at = np.asarray([(real(x), real(y)) for x, y in points], dtype=float).reshape(-1, 2)
+    at = at[np.abs(at[:, 0]) < 1e15]
     at = at[np.argsort(at[:, 0], kind="stable")]
-    return at[:, 0], at[:, 1]
+    return at[:, 0], np.where(np.abs(at[:, 1]) > 1e150, np.copysign(np.inf, at[:, 1]), at[:, 1])
 
 
 def line_chart(
@@ -553,7 +579,7 @@ def line_chart(
     plot = _Plot(arrays, width, height, x_name)
     colors = dict(zip(arrays, COLORS * len(arrays)))
     lines = [plot.line(name, c, averaged=averaged and len(arrays[name][0]) > 30 and name not in dots, dots=name in dots or len(arrays[name][0]) == 1) for name, c in colors.items()]
-    legend = [el("span", el("span", "● ", style=f"color:var(--nx-{c})"), clip(name, 40), cls="nx-m") for name, c in colors.items()] if len(arrays) > 1 else []
+    legend = [el("span", el("span", "● ", style=f"color:var(--nx-{c})"), muted(clip(name, 40))) for name, c in colors.items()] if len(arrays) > 1 else []
     empty = None if arrays else el("text", "nothing yet", x=width / 2, y=height / 2, text_anchor="middle", font_size="12", opacity=".64")
-    drawing = el("svg", plot.grid() if arrays else None, lines, plot.broken(), plot.hover(), empty, viewBox=f"0 0 {width} {height}", role="img", aria_label=plain(title)[:80], style=f"width:100%;max-width:{width * 3 // 2}px;height:auto")
-    return el("figure", el("figcaption", el("b", clip(title, 60)), note, legend), drawing)
+    drawing = el("svg", plot.grid() if arrays else None, lines, plot.broken(), plot.hover(), empty, viewBox=f"0 0 {width} {height}", role="img", aria_label=cut(title, 80), style=f"width:100%;max-width:{width * 3 // 2}px;height:auto")
+    return el("figure", el("figcaption", el("b", clip(title, 60)), note if note is None or isinstance(note, Html) else clip(note, 80), legend), drawing)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from ..types import ConfigError, nearest
-from .html import Html, box, chip, clip, el, finite, fragment, heading, muted, number, plain, seconds, sparkline
+from .html import Html, box, chip, clip, cut, el, fragment, heading, muted, number, plain, real, seconds, sparkline
 from .rollouts import TILES, tiles_html
 
 # %% auto #0
@@ -77,7 +77,7 @@ class Progress:
         for name, value in metrics.items():
             self.metrics[name] = value
             if name in TILES and isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
-                self.courses.setdefault(name, Course()).add(step, float(value))
+                self.courses.setdefault(name, Course()).add(step, real(value))
 
     @property
     def elapsed(self) -> float:
@@ -161,7 +161,7 @@ def brief(
     most: int = 4,
 ) -> str:  # "reward 0.53  KL 0.01"
     """The numbers that matter most, on one line."""
-    return "  ".join(f"{BRIEF[m]} {plain(number(metrics[m]))[:20]}" for m in [m for m in BRIEF if m in metrics][:most])
+    return "  ".join(f"{BRIEF[m]} {cut(number(metrics[m]), 20)}" for m in [m for m in BRIEF if m in metrics][:most])
 
 
 class TerminalDisplay:
@@ -184,7 +184,7 @@ class TerminalDisplay:
         fields: dict[str, Any] = {"total": progress.total, "completed": progress.step, "metrics": brief(progress.metrics, 3), "pace": pace}
         if self._task is None:
             self._bar.start()
-            self._task = self._bar.add_task(plain(title)[:40], **fields)
+            self._task = self._bar.add_task(cut(title, 40), **fields)
         self._bar.update(self._task, refresh=True, **fields)
         if state != "running":
             self._bar.stop()
@@ -202,8 +202,8 @@ class LineDisplay:
         """Write one line."""
         total = f"/{progress.total}" if progress.total is not None else ""
         left = f"{seconds(progress.left)} left" if state == "running" and progress.left is not None else seconds(progress.elapsed)
-        why = f": {plain(cause)[:300]}" if cause is not None else ""
-        parts = [f"{plain(title)[:40]}  step {progress.step}{total}", brief(progress.metrics), speed_text(progress.speed), left, f"{state}{why}" if state != "running" else ""]
+        why = f": {cut(cause, 300)}" if cause is not None else ""
+        parts = [f"{cut(title, 40)}  step {progress.step}{total}", brief(progress.metrics), speed_text(progress.speed), left, f"{state}{why}" if state != "running" else ""]
         stream = self._stream if self._stream is not None else sys.stderr
         stream.write("  ".join(p for p in parts if p) + "\n")
         stream.flush()
@@ -256,15 +256,19 @@ class Live:
         """Note a step; may be called from any thread."""
         with self._lock:
             self.progress.update(step, metrics or {})
-            if self.state != "running" or self._timer is not None:
-                return
             wait = self._next - self.progress.clock()
-            if wait <= 0:
+            if self.state == "running" and wait <= 0:
+                self._cancel()
                 self._show()
-            else:
+            elif self.state == "running" and self._timer is None:
                 self._timer = threading.Timer(wait, self._late)
                 self._timer.daemon = True
                 self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _late(self) -> None:
         with self._lock:
@@ -291,9 +295,7 @@ class Live:
         with self._lock:
             if self.state != "running":
                 return
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self._cancel()
             self.state, self.cause = state, cause  # type: ignore[assignment]
             self._show()
 

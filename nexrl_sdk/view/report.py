@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..types import ConfigError, RunFolderError, nearest
-from .html import Html, Points, chip, clip, el, escape, finite, fragment, join, line_chart, more, muted, number, pairs, plain, seconds, sparkline, table, tile
+from .html import Html, Points, chip, clip, count, el, escape, finite, fragment, join, line_chart, more, muted, number, pairs, plain, real, seconds, sparkline, table, tile
 from nexrl_sdk.view.rollouts import (
-    TILES, TOKEN_STYLE, Pieces, answer_html, flatten, legend_html, prompt_html, recipe_line, recipe_sections, redact, reward_bar, reward_of,
+    TILES, TOKEN_STYLE, Pieces, answer_html, flatten, legend_html, prompt_html, recipe_line, recipe_sections, redact, record, reward_bar, reward_of,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def read_run(
         step = finite(line.pop("step", None))
         for name, value in line.items() if step is not None else ():
             if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-                series.setdefault(name, {})[step] = math.nan if value is None else float(value)  # type: ignore[index]
+                series.setdefault(name, {})[step] = real(value)  # type: ignore[index]
     metrics = {name: sorted(points.items()) for name, points in series.items()}
     return RunRecord(path, metrics, _read_yaml(path / "recipe.yaml"), *(_read_json(path / f"{f}.json") for f in ("summary", "environment", "run")))
 
@@ -149,9 +149,8 @@ def read_run(
 def _verdict(run: RunRecord) -> str:
     """What came of the run, in a sentence."""
     before, after, kind = run.ends()
-    steps = f"{run.step:,} step{'s' if run.step != 1 else ''}"
     took = finite(run.summary.get("seconds"))
-    after_all = f"in {steps}" + (f" and {seconds(took)}" if took is not None else "")
+    after_all = f"in {count(run.step, 'step')}" + (f" and {seconds(took)}" if took is not None else "")
     if before is None or after is None:
         return f"No reward was measured {after_all}."
     gain = after - before
@@ -232,7 +231,7 @@ def _curves(run: RunRecord) -> Html:
     charts, shown = _charts(run)
     rest = sorted(set(run.metrics) - shown)
     rows = table([_course_row(n, run.metrics[n]) for n in rest[:200]], ["metric", "", "first", "last", "least", "most"], limit=200)
-    fold = el("details", el("summary", f"{len(rest):,} more metrics"), rows, more(len(rest) - 200, "metrics")) if rest else None
+    fold = el("details", el("summary", count(len(rest), "more metric")), rows, more(len(rest) - 200, "metrics")) if rest else None
     return _section("curves", "Curves", el("div", charts, cls="nx-charts") if charts else muted("No step was logged."), fold)
 
 # %% ../../nbs/58_view.report.ipynb #844aa5af
@@ -248,7 +247,7 @@ def _by_prompt(trajectories: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapp
 
 
 def _pair(run: RunRecord) -> tuple[dict[int, Path], str]:
-    for kind, what in (("val", "held-out prompts"), ("step", "training prompts")):
+    for kind, what in (("val", "held-out prompt"), ("step", "training prompt")):
         files = run.rollout_files(kind)
         if len(files) > 1 or (files and kind == "step"):
             return files, what
@@ -266,7 +265,7 @@ def samples_html(
     if not files:
         return muted("No rollouts were stored.")
     steps = sorted({min(files), max(files)})
-    sides = [_by_prompt(read_jsonl(files[s], most=512, budget=32 << 20)) for s in steps]
+    sides = [_by_prompt(map(record, read_jsonl(files[s], most=512, budget=32 << 20))) for s in steps]
     same = [p for p in sides[0] if all(p in side for side in sides)]
     pieces = Pieces(tokenizer)
     if len(same) >= min(prompts, *(len(s) for s in sides)):
@@ -278,7 +277,7 @@ def samples_html(
     scale = min([0.0, *rewards]), max([1.0, *rewards])
     named = el("div", [el("div", f"after step {s:,}" if what.startswith("held") else f"step {s:,}", cls="nx-m") for s in steps], cls="nx-cols")
     blocks = [el("div", prompt_html(r[0][0], pieces, 400) if shared else None, el("div", [_side(side, pieces, scale, not shared) for side in r], cls="nx-cols"), cls="nx-pair") for r in rows]
-    return join(el("p", muted(f"The first {len(rows)} {what}. "), legend_html()), named, blocks)
+    return join(el("p", muted("The first ", count(len(rows), what), ". "), legend_html()), named, blocks)
 
 
 def _side(answers: Sequence[Mapping[str, Any]], pieces: Pieces, scale: tuple[float, float], prompt: bool) -> Html:
@@ -331,7 +330,7 @@ def _failures(run: RunRecord) -> Html:
     if not found:
         return _section("failures", "Failures", el("p", "Every stored answer has a reward." if run.rollout_files("step") and not unread else "None in what was read.", cls="nx-m"))
     rows = [[f.count, chip(f.status, "warn" if f.status == "unscored" else "bad"), clip(f.cause, 240), f"{f.first} to {f.last}" if f.last > f.first else str(f.first), clip(f.prompt, 80)] for f in found]
-    note = el("p", muted(f"{unread:,} files of rollouts were not looked through.")) if unread else None
+    note = el("p", muted(f"Not looked through: {count(unread, 'file')} of rollouts.")) if unread else None
     return _section("failures", "Failures", table(rows, ["times", "what", "cause", "steps", "first prompt"], limit=20, what="causes"), note)
 
 # %% ../../nbs/58_view.report.ipynb #fc2a5f95

@@ -14,15 +14,15 @@ import numpy as np
 
 from ..types import ConfigError, nearest
 from nexrl_sdk.view.html import (
-    Html, box, card, chip, clip, el, escape, finite, fragment, heading, join, more, muted, number, pairs, plain, seconds, table, tile, value_html,
+    Html, box, card, chip, clip, count, el, escape, finite, fragment, heading, join, more, muted, number, pairs, plain, seconds, table, tile, value_html,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'STATUS_TONES', 'TILES', 'Pieces', 'surprise', 'legend_html',
-           'tokens_html', 'strip_html', 'reward_bar', 'short', 'reward_of', 'advantage_of', 'prompt_html',
-           'answer_html', 'groups_table', 'rollouts_html', 'trajectory_html', 'completion_html', 'datum_html',
-           'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line', 'tiles_html',
-           'metrics_html', 'step_html', 'backend_html', 'trainer_html']
+__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'STATUS_TONES', 'TILES', 'Pieces', 'surprise', 'legend_html',
+           'tokens_html', 'strip_html', 'column', 'record', 'reward_bar', 'short', 'reward_of', 'advantage_of',
+           'leanings', 'group_key', 'prompt_html', 'answer_html', 'groups_table', 'rollouts_html', 'trajectory_html',
+           'completion_html', 'datum_html', 'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html',
+           'recipe_line', 'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
 
 # %% ../../nbs/56_view.rollouts.ipynb #b71fd15e
 class Pieces:
@@ -66,7 +66,7 @@ class Pieces:
 
     def split(
         self,
-        tokens: Sequence[int],  # [T]
+        tokens: Any,  # [T]
     ) -> list[tuple[str, int]]:  # text and how many tokens it took; each token once, in order
         """Tokens as readable pieces."""
         out, i, n = [], 0, len(tokens)
@@ -148,10 +148,10 @@ def _span(text: str, classes: Sequence[str], title: str, every: bool) -> str:
 
 
 def tokens_html(
-    tokens: Sequence[int],  # [T]
-    logprobs: Sequence[float] | None = None,  # [T]
-    mask: Sequence[int] | None = None,  # [T] 0: not learned from, drawn grey; None: all are
-    advantages: Sequence[float] | None = None,  # [T]
+    tokens: Any,  # [T]
+    logprobs: Any = None,  # [T]
+    mask: Any = None,  # [T] 0: not learned from, drawn grey; None or empty: all are
+    advantages: Any = None,  # [T]
     *,
     tokenizer: Any = None,  # None: ids are shown
     by: str = "logprob",  # one of COLOR_BY
@@ -168,7 +168,7 @@ def tokens_html(
         scale = max((abs(a) for a in map(finite, advantages[:limit] if advantages is not None else ()) if a is not None), default=0.0)
     out, i = [], 0
     for text, took in pieces.split(tokens[:limit]):
-        learned = mask is None or i >= len(mask) or bool(mask[i])
+        learned = mask is None or i >= len(mask) or mask[i] > 0
         color = "" if learned else "d"
         if learned and by == "logprob" and logprobs is not None:
             color = max((surprise(v) for v in logprobs[i : i + took]), default="")
@@ -197,7 +197,7 @@ def _about(ids: Sequence[int], i: int, logprobs: Any, advantages: Any) -> str:
 
 # %% ../../nbs/56_view.rollouts.ipynb #cb981d52
 def strip_html(
-    logprobs: Sequence[float],  # [T] of the sampled tokens
+    logprobs: Any,  # [T] of the sampled tokens
     limit: int = 64,  # cells shown
 ) -> Html:
     """One coloured cell a token."""
@@ -205,18 +205,33 @@ def strip_html(
     return el("div", cells, cls="nx-strip") if cells else Html("")
 
 
-def _fields(trajectory: Any) -> Any:
-    """The mapping behind a trajectory; anything else counts as one without fields."""
-    return trajectory if isinstance(trajectory, Mapping) else {}
+def column(
+    values: Any,  # a list, array or tensor; anything else counts as empty
+) -> np.ndarray:  # [T] float; None as NaN
+    """Values of the tokens of a sequence."""
+    try:
+        found = np.asarray(() if values is None or isinstance(values, (str, bytes, Mapping)) else values, dtype=float)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = np.zeros(0)
+    return found if found.ndim == 1 else np.zeros(0)
 
 
-def _array(values: Any) -> Sequence[Any]:
-    return () if values is None else values
+PER_TOKEN = ("tokens", "loss_mask", "logprobs", "advantages")
 
 
-def _first(mask: Any, total: int) -> int:
+def record(
+    trajectory: Any,  # a Trajectory or a mapping; anything else counts as one without fields
+) -> dict[str, Any]:
+    """The fields of a trajectory, those of its tokens as arrays, whatever a file held."""
+    fields = dict(trajectory) if isinstance(trajectory, Mapping) else {}
+    columns = {k: column(fields.get(k)) for k in PER_TOKEN}
+    columns["tokens"] = np.nan_to_num(columns["tokens"], nan=-1, posinf=-1, neginf=-1)
+    return {**fields, **columns}
+
+
+def _first(mask_T: np.ndarray, total: int) -> int:
     """Where the answer begins: the first token that the loss sees."""
-    found = np.flatnonzero(np.asarray(_array(mask), dtype=bool)) if len(_array(mask)) else np.zeros(0, dtype=int)
+    found = np.flatnonzero(mask_T > 0)
     return int(found[0]) if len(found) else total
 
 
@@ -244,33 +259,6 @@ def short(x: float) -> str:
 STATUS_TONES = {"failed": "bad", "error": "bad", "unscored": "warn"}
 
 
-class _Groups:
-    """Rollouts sorted into groups, with the scales that their table shares."""
-
-    def __init__(self, rollouts: Iterable[Any], tokenizer: Any, by: str):
-        self.all = [_fields(t) for t in rollouts]
-        self.pieces, self.by = Pieces(tokenizer if tokenizer is not None else getattr(rollouts, "tokenizer", None)), by
-        self.groups: dict[str, list[Any]] = {}
-        for i, t in enumerate(self.all):
-            key = t.get("group_id") if t.get("group_id") is not None else t.get("run_id")
-            self.groups.setdefault(plain(key) if key is not None else f"answer {i}", []).append(t)
-        rewards = [r for t in self.all if (r := reward_of(t)) is not None]
-        self.low, self.high = min([0.0, *rewards]), max(rewards, default=1.0)
-        self.high = 1.0 if 0 <= self.low and self.high <= 1 else max(self.high, self.low + 1e-12, 0.0)
-        self.rewards = rewards
-        self.known = any(advantage_of(t) is not None for t in self.all)
-        self.widest = max((abs(a) for members in self.groups.values() for a in self.leanings(members) if a is not None), default=0.0) or 1.0
-
-    def leanings(self, members: Sequence[Any]) -> list[float | None]:
-        """Advantages of a group; before they are known, rewards less their mean."""
-        if self.known:
-            return [advantage_of(t) for t in members]
-        rewards = [reward_of(t) for t in members]
-        scored = [r for r in rewards if r is not None]
-        mean = sum(scored) / len(scored) if len(scored) > 1 else None
-        return [None if r is None or mean is None else r - mean for r in rewards]
-
-
 def reward_of(trajectory: Mapping[str, Any]) -> float | None:
     """The reward, where there is one that may be compared."""
     return finite(trajectory.get("reward")) if trajectory.get("status", "ok") == "ok" else None
@@ -278,17 +266,64 @@ def reward_of(trajectory: Mapping[str, Any]) -> float | None:
 
 def advantage_of(trajectory: Mapping[str, Any]) -> float | None:
     """The advantage, or the mean of the sampled tokens' advantages."""
-    per_token = trajectory.get("advantages")
-    if per_token is not None and len(per_token):
-        mask = np.asarray(_array(trajectory.get("loss_mask")), dtype=bool)
-        values = np.asarray(per_token, dtype=float)
-        values = values[mask] if len(mask) == len(values) else values
+    values, mask = column(trajectory.get("advantages")), column(trajectory.get("loss_mask"))
+    if len(values):
+        values = values[mask > 0] if len(mask) == len(values) else values
         return finite(values.mean()) if len(values) else None
     return finite(trajectory.get("advantage"))
 
+
+def leanings(
+    members: Sequence[Mapping[str, Any]],  # one group
+    known: bool,  # whether advantages are
+) -> list[float | None]:
+    """Advantages of a group; before they are known, rewards less their mean."""
+    if known:
+        return [advantage_of(t) for t in members]
+    rewards = [reward_of(t) for t in members]
+    scored = [r for r in rewards if r is not None]
+    mean = sum(scored) / len(scored) if len(scored) > 1 else None
+    return [None if r is None or mean is None else r - mean for r in rewards]
+
+
+def group_key(
+    trajectory: Mapping[str, Any],
+    index: int,  # its place, for one that names neither group nor run
+) -> Any:  # hashable
+    """What a trajectory is grouped by."""
+    key = next((trajectory[k] for k in ("group_id", "run_id") if trajectory.get(k) is not None), f"answer {index}")
+    return key if isinstance(key, (str, int, float, tuple)) and _hashable(key) else plain(key)[:1000]
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+class _Groups:
+    """The groups that a table shows, with the scales that its rows share."""
+
+    def __init__(self, rollouts: Iterable[Any], tokenizer: Any, limit: int, by: str):
+        self.pieces, self.by = Pieces(tokenizer if tokenizer is not None else getattr(rollouts, "tokenizer", None)), by
+        found: dict[Any, list[Any]] = {}
+        for i, t in enumerate(rollouts):
+            t = t if isinstance(t, Mapping) else {}
+            found.setdefault(group_key(t, i), []).append(t)
+        self.count = len(found)
+        self.groups = {k: [record(t) for t in found[k]] for k in list(found)[:limit]}
+        shown = [t for members in self.groups.values() for t in members]
+        rewards = [r for t in shown if (r := reward_of(t)) is not None]
+        self.low, self.high = min([0.0, *rewards]), max([0.0, *rewards])
+        self.high = 1.0 if self.high <= 1 and self.low >= -1 else max(self.high, self.low + abs(self.low))
+        self.known = any(advantage_of(t) is not None for t in shown)
+        self.widest = max((abs(a) for m in self.groups.values() for a in leanings(m, self.known) if a is not None), default=0.0) or 1.0
+
 # %% ../../nbs/56_view.rollouts.ipynb #42252b99
 def prompt_html(
-    t: Mapping[str, Any],  # a trajectory's fields
+    t: Mapping[str, Any],  # a `record`
     pieces: Pieces,
     limit: int,  # characters shown
 ) -> Html:
@@ -298,42 +333,42 @@ def prompt_html(
         return el("div", clip(given, limit), cls="nx-q", dir="auto")
     if given and not isinstance(given, str):
         return el("div", value_html(given, limit), cls="nx-q", dir="auto")
-    tokens = _array(t.get("tokens"))
-    first = _first(t.get("loss_mask"), len(tokens))
+    tokens = t["tokens"]
+    first = _first(t["loss_mask"], len(tokens))
     return tokens_html(tokens[:first], tokenizer=pieces, limit=limit // 4, spaces=False) if first else muted("no prompt")
 
 
 def answer_html(
-    t: Mapping[str, Any],  # a trajectory's fields
+    t: Mapping[str, Any],  # a `record`
     pieces: Pieces,
     by: str,  # one of COLOR_BY
     limit: int,  # tokens shown
     scale: float | None = None,  # the advantage with the strongest colour
 ) -> Html:
     """The answer's tokens in colour; its text where there is no tokenizer; the cause where it failed."""
-    status, tokens = t.get("status", "ok"), _array(t.get("tokens"))
-    first = _first(t.get("loss_mask"), len(tokens))
+    status, tokens = t.get("status", "ok"), t["tokens"]
+    first = _first(t["loss_mask"], len(tokens))
     cause = el("div", chip(status, STATUS_TONES.get(plain(status), "bad")), " ", clip(t.get("error") or "no cause was recorded", 300)) if status != "ok" else None
     if pieces.tokenizer is None and t.get("response"):
         text = el("div", clip(t.get("response"), limit * 4), cls="nx-k", dir="auto")
-        return join(cause, text, strip_html(_array(t.get("logprobs"))[first:]) if by == "logprob" else None)
+        return join(cause, text, strip_html(t["logprobs"][first:]) if by == "logprob" else None)
     if first >= len(tokens):
         return cause if cause is not None else clip(t.get("response"), limit * 4) if t.get("response") else muted("empty")
-    rest = {k: (v[first:] if (v := t.get(k)) is not None and len(v) else None) for k in ("logprobs", "loss_mask", "advantages")}
-    if by == "advantage" and rest["advantages"] is None and (whole := advantage_of(t)) is not None:
-        rest["advantages"] = [whole] * (len(tokens) - first)
-    shown = tokens_html(tokens[first:], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False, scale=scale)
+    rest = {k: t[k][first:] for k in PER_TOKEN}
+    if by == "advantage" and not len(rest["advantages"]) and (whole := advantage_of(t)) is not None:
+        rest["advantages"] = np.full(len(tokens) - first, whole)
+    shown = tokens_html(rest["tokens"], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False, scale=scale)
     return join(cause, shown)
 
 
 def _end(t: Mapping[str, Any]) -> Html:
     """How many tokens the answer took, and whether it was cut."""
-    mask = np.asarray(_array(t.get("loss_mask")), dtype=bool)
+    mask = t["loss_mask"] > 0
     cut = chip("cut", "warn", "the answer reached max_tokens before it ended") if t.get("finish_reason") == "length" else None
     return join(f"{int(mask.sum()):,}" if len(mask) else muted("–"), " " if cut else None, cut)
 
 
-def _group_head(table_of: _Groups, key: str, members: Sequence[Any], columns: int) -> Html:
+def _group_head(table_of: _Groups, key: object, members: Sequence[Any], columns: int) -> Html:
     rewards = [r for t in members if (r := reward_of(t)) is not None]
     truth = members[0].get("ground_truth")
     lost = len(members) - len(rewards)
@@ -366,16 +401,16 @@ def groups_table(
     by: str = "logprob",  # one of COLOR_BY
 ) -> Html:  # without the style: for use inside another view
     """Groups of answers."""
-    found = _Groups(rollouts, tokenizer, by)
-    shown = list(found.groups.items())[:limit]
+    found = _Groups(rollouts, tokenizer, limit, by)
+    shown = list(found.groups.items())
     answers = sum(min(members, len(m)) for _, m in shown) or 1
     tokens = max(24, min(240, 3000 // answers))
     head = el("thead", el("tr", el("th", "reward"), el("th", "advantage" if found.known else "against the mean", cls="nx-nw"), el("th", "answer"), el("th", "tokens", cls="nx-num")))
     bodies = [
-        el("tbody", _group_head(found, key, group, 4), [_member_row(found, t, a, tokens) for t, a in list(zip(group, found.leanings(group)))[:members]], _rest(len(group) - members))
+        el("tbody", _group_head(found, key, group, 4), [_member_row(found, t, a, tokens) for t, a in list(zip(group, leanings(group, found.known)))[:members]], _rest(len(group) - members))
         for key, group in shown
     ]
-    return join(el("table", head, bodies), more(len(found.groups) - limit, "prompts"))
+    return join(el("table", head, bodies), more(found.count - limit, "prompts"))
 
 
 def _rest(count: int) -> Html:
@@ -397,12 +432,12 @@ def rollouts_html(
 
 
 def _rollouts_head(rollouts: Any, by: str) -> Html:
-    every = [_fields(t) for t in rollouts]
+    every = [t if isinstance(t, Mapping) else {} for t in rollouts]
     rewards = [r for t in every if (r := reward_of(t)) is not None]
-    prompts = len({plain(t.get("group_id", i)) for i, t in enumerate(every)})
+    prompts = len({group_key(t, i) for i, t in enumerate(every)})
     causes = {s: n for s in STATUS_TONES if (n := sum(1 for t in every if t.get("status", "ok") == s))}
     beside = [
-        muted(f"{len(every):,} answers to {prompts:,} prompts") if every else None,
+        muted(f"{count(len(every), 'answer')} to {count(prompts, 'prompt')}") if every else None,
         muted(f"mean reward {short(sum(rewards) / len(rewards))}") if rewards else None,
         [chip(f"{n:,} {s}", STATUS_TONES[s]) for s, n in causes.items()],
         chip("held out") if every and all(t.get("is_val") for t in every) else None,
@@ -421,13 +456,13 @@ def trajectory_html(
     by: str = "logprob",  # one of COLOR_BY
 ) -> Html:
     """One rollout in full: prompt grey, sampled tokens in colour, every other field below."""
-    t, pieces = _fields(trajectory), Pieces(tokenizer)
-    tokens = _array(t.get("tokens"))
-    first = _first(t.get("loss_mask"), len(tokens))
+    t, pieces = record(trajectory), Pieces(tokenizer)
+    tokens = t["tokens"]
+    first = _first(t["loss_mask"], len(tokens))
     start = max(0, first - limit // 4)
     cut = slice(start, min(len(tokens), first + limit))
-    rest = {k: (v[cut] if (v := t.get(k)) is not None and len(v) else None) for k in ("logprobs", "loss_mask", "advantages")}
-    shown = tokens_html(tokens[cut], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit + limit // 4) if len(tokens) else muted("no tokens")
+    rest = {k: t[k][cut] for k in PER_TOKEN}
+    shown = tokens_html(rest["tokens"], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit + limit // 4) if len(tokens) else muted("no tokens")
     before = more(start, "tokens before") if start else None
     texts = [el("div", el("div", clip(t.get(k), 2000), cls="nx-k", dir="auto")) for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
     others = {k: v for k, v in t.items() if k not in _SHOWN}
@@ -436,12 +471,12 @@ def trajectory_html(
 
 def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
     status, reward, advantage = t.get("status", "ok"), t.get("reward"), advantage_of(t)
-    sampled = int(np.asarray(_array(t.get("loss_mask")), dtype=bool).sum())
+    sampled = int((t["loss_mask"] > 0).sum())
     beside = [
         chip(status, STATUS_TONES.get(plain(status), "bad"), t.get("error")) if status != "ok" else None,
         muted("reward "), el("b", "–" if reward is None else number(reward), cls="nx-n"),
         (muted("advantage "), el("b", number(advantage), cls="nx-n")) if advantage is not None else None,
-        muted(f"{len(_array(t.get('tokens'))):,} tokens, {sampled:,} sampled"),
+        muted(f"{count(len(t['tokens']), 'token')}, {sampled:,} sampled"),
         chip("cut", "warn") if t.get("finish_reason") == "length" else None,
         el("span", legend_html(by), cls="nx-end"),
     ]  # fmt: skip
@@ -457,7 +492,7 @@ def completion_html(
     """A sampled continuation."""
     c = completion
     total = sum(x for x in map(finite, c.logprobs[:100_000]) if x is not None)
-    beside = [muted(f"{len(c.tokens):,} tokens"), chip(c.finish_reason, "warn" if c.finish_reason != "stop" else ""), muted(f"logprob {number(total)}, weights {number(c.weight_version)}"), el("span", legend_html(), cls="nx-end")]
+    beside = [muted(count(len(c.tokens), "token")), chip(c.finish_reason, "warn" if c.finish_reason != "stop" else ""), muted(f"logprob {number(total)}, weights {number(c.weight_version)}"), el("span", legend_html(), cls="nx-end")]
     return fragment(box(heading("Completion", *beside), tokens_html(c.tokens, c.logprobs, tokenizer=tokenizer, limit=limit)), style=TOKEN_STYLE)
 
 
@@ -469,11 +504,11 @@ def datum_html(
     """What a loss sees: at each position the token that is read, the one that is to come, and the fields."""
     pieces = Pieces(tokenizer)
     fields = list(datum.fields)
-    first = max(0, _first(datum.fields.get("weights"), len(datum.tokens)) - 2) if "weights" in datum.fields else 0
+    first = max(0, _first(column(datum.fields["weights"]), len(datum.tokens)) - 2) if "weights" in datum.fields else 0
     first = first if first < len(datum.tokens) else 0
     at = range(first, min(len(datum.tokens), first + limit))
     rows = [[str(i), _one(pieces, datum.tokens[i]), _one(pieces, datum.targets[i]), *(float(datum.fields[f][i]) for f in fields)] for i in at]
-    head = heading("Datum", muted(f"{len(datum.tokens):,} positions"), muted(f"shown from the first weight, at {first + 2:,}") if first else None)
+    head = heading("Datum", muted(count(len(datum.tokens), "position")), muted(f"shown from the first weight, at {first + 2:,}") if first else None)
     return fragment(box(head, table(rows, ["position", "reads", "predicts", *fields], limit=limit), more(len(datum.tokens) - at.stop, "positions")), style=TOKEN_STYLE)
 
 
@@ -510,7 +545,7 @@ def batch_html(
     picture = _layout(arrays.get("attention_mask"), arrays.get("loss_mask"), limit)
     tables = table(rows, ["name", "shape", "type", "least", "mean", "most"], limit=40)
     extra = el("details", el("summary", f"metadata ({len(batch.metadata):,})"), pairs(batch.metadata)) if batch.metadata else None
-    return fragment(box(heading("Batch", muted(f"{len(batch):,} sequences")), picture, tables, extra))
+    return fragment(box(heading("Batch", muted(count(len(batch), "sequence"))), picture, tables, extra))
 
 
 def _brief(value: Any) -> str:
@@ -641,7 +676,7 @@ def step_html(
     held_out = bool(metrics) and all(plain(m).startswith("val/") for m in metrics)
     title = f"Validation after step {number(result.step)}" if held_out else f"Step {number(result.step)}"
     took = finite(metrics.get("time/step"))
-    fold = el("details", el("summary", f"{len(metrics):,} metrics"), metrics_html(metrics), style="margin:4px 0") if metrics else None
+    fold = el("details", el("summary", count(len(metrics), "metric")), metrics_html(metrics), style="margin:4px 0") if metrics else None
     shown = el("div", el("div", legend_html(), style="margin:8px 0 0"), groups_table(rollouts, tokenizer, limit, 4)) if rollouts is not None and len(rollouts) else None
     return fragment(box(heading(title, muted(seconds(took)) if took is not None else None), tiles_html(metrics), fold, shown), style=TOKEN_STYLE)
 
