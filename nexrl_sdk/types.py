@@ -296,76 +296,89 @@ class Trajectory(MutableMapping[str, Any]):
         return Datum(tokens[:-1], tokens[1:], shifted)
 
 # %% ../nbs/00_types.ipynb #a1a67367
-_BLOCK = 256  # rows at a time: their numbers stay in the processor's cache from one pass to the next
+_BLOCK = 512  # rows at a time
 
 
 def _flat(
-    rows: Sequence[Any],  # one sequence of numbers a row
+    rows: Sequence[Any],  # B sequences of numbers
     dtype: Any,  # int64, or float32
-) -> np.ndarray:  # [N] all rows behind each other
-    if not {*map(type, rows)} <= {list, tuple}:
-        return np.concatenate([np.asarray(r, dtype=dtype) for r in rows])
-    code, out = "q" if np.dtype(dtype).kind == "i" else "d", np.empty(sum(map(len, rows)), dtype=dtype)
-    at = 0
+) -> Iterator[np.ndarray]:  # a block's numbers, row behind row
+    code = "q" if np.dtype(dtype).kind == "i" else "d"
     for start in range(0, len(rows), _BLOCK):
-        together: list[Any] = []
-        for row in rows[start : start + _BLOCK]:
-            together += row
-        out[at : at + len(together)] = np.frombuffer(array(code, together), dtype=code)
-        at += len(together)
-    return out
+        block = rows[start : start + _BLOCK]
+        if {*map(type, block)} <= {list, tuple}:
+            together: list[Any] = []
+            for row in block:
+                together += row
+            yield np.frombuffer(array(code, together), dtype=code)
+        else:
+            yield np.concatenate([np.asarray(r if len(r) else np.zeros(0, dtype)).astype(dtype, casting="same_kind", copy=False) for r in block])
 
 
-def _flat_mask(rows: Sequence[Any]) -> np.ndarray:
-    """Zeros and ones, row behind row."""
-    if {*map(type, rows)} <= {list, tuple}:
+def _flat_masks(rows: Sequence[Any]) -> list[np.ndarray]:
+    """Blocks of loss masks, row behind row."""
+    blocks: list[np.ndarray] = []
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK]
         try:
-            return np.frombuffer(b"".join(map(bytes, rows)), dtype=np.uint8).astype(np.int64)
-        except (TypeError, ValueError):  # something else than small whole numbers
-            return (_flat(rows, np.float32) != 0).astype(np.int64)
-    return _flat(rows, np.int64)
+            plain = {*map(type, block)} <= {list, tuple}
+            blocks.append(np.frombuffer(b"".join(map(bytes, block)), dtype=np.uint8) if plain else next(_flat(block, np.int64)))
+        except (TypeError, ValueError):  # numbers, but not small whole ones
+            blocks.append((next(_flat(block, np.float32)) != 0).astype(np.uint8))
+    return blocks
 
-
+# %% ../nbs/00_types.ipynb #3f94cbc0
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """Where the tokens of B rows lie in a rectangle."""
 
     lengths: np.ndarray  # [B]
     left: np.ndarray  # [B] padding before the first token
-    index: np.ndarray  # [N] place of each token in the flattened rectangle
     width: int  # T
 
-    def scatter(self, flat: np.ndarray, fill: float = 0) -> Any:
-        """Values [N] as a tensor [B, T]."""
+    @classmethod
+    def of(cls, lengths: np.ndarray, masks: Iterable[np.ndarray]) -> _Layout:
+        """Answers begin at one column, wherever a row's first sampled token is."""
+        prompt = np.concatenate([_first(mask, lengths[i * _BLOCK : (i + 1) * _BLOCK]) for i, mask in enumerate(masks)] or [lengths])
+        column = int(prompt.max(initial=0))
+        return cls(lengths, column - prompt, column + int((lengths - prompt).max(initial=0)))
+
+    def rows(self) -> Iterator[slice]:
+        """The blocks."""
+        return (slice(start, start + _BLOCK) for start in range(0, len(self.lengths), _BLOCK))
+
+    def fill(self, blocks: Iterable[np.ndarray], dtype: Any, pad: float = 0) -> Any:
+        """Flat numbers as a tensor [B, T]."""
         import torch
 
-        out = np.full(len(self.lengths) * self.width, fill, dtype=flat.dtype) if fill else np.zeros(len(self.lengths) * self.width, dtype=flat.dtype)
-        out[self.index] = flat
-        return torch.from_numpy(out.reshape(len(self.lengths), self.width))
+        shape = (len(self.lengths), self.width)
+        out = np.full(shape, pad, dtype=dtype) if pad else np.zeros(shape, dtype=dtype)
+        for rows, flat in zip(self.rows(), blocks):
+            lengths = self.lengths[rows]
+            index = np.repeat(np.arange(len(lengths)) * self.width + self.left[rows] - np.cumsum(lengths) + lengths, lengths)
+            index += np.arange(len(index))
+            out[rows].reshape(-1)[index] = flat
+        return torch.from_numpy(out)
 
-    def positions(self) -> Any:
-        """Position ids [B, T]: 0 on left padding, the last position again on right padding."""
+    def structure(self) -> tuple[Any, Any]:
+        """Attention mask [B, T], and position ids [B, T]: 0 on left padding, the last position again on right padding."""
         import torch
 
-        columns = np.arange(self.width)[None] - self.left[:, None]
-        return torch.from_numpy(np.clip(columns, 0, np.maximum(self.lengths - 1, 0)[:, None], out=columns))
+        attention, positions = (np.empty((len(self.lengths), self.width), dtype=np.int64) for _ in range(2))
+        for rows in self.rows():
+            columns, last = np.arange(self.width)[None] - self.left[rows, None], self.lengths[rows, None] - 1
+            attention[rows] = (columns >= 0) & (columns <= last)
+            np.clip(columns, 0, np.maximum(last, 0), out=positions[rows])
+        return torch.from_numpy(attention), torch.from_numpy(positions)
 
 
-def _layout(
-    lengths: np.ndarray,  # [B] tokens
-    mask: np.ndarray,  # [N] flat loss mask
-) -> _Layout:
-    starts, rows = np.cumsum(lengths) - lengths, np.repeat(np.arange(len(lengths)), lengths)
-    sampled = np.flatnonzero(mask)
-    first = sampled[np.diff(rows[sampled], prepend=-1) != 0]  # flat place of each row's first sampled token
-    prompt = lengths.copy()
-    prompt[rows[first]] = first - starts[rows[first]]
-    column = int(prompt.max(initial=0))  # where answers begin
-    left, width = column - prompt, column + int((lengths - prompt).max(initial=0))
-    offset = np.arange(len(lengths)) * width + left - starts
-    return _Layout(lengths, left, np.arange(len(mask)) + np.repeat(offset, lengths), width)
+def _first(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Tokens before each row's first sampled one."""
+    ends = np.cumsum(lengths)
+    starts, sampled = ends - lengths, np.append(np.flatnonzero(mask), len(mask))
+    return np.minimum(sampled[np.searchsorted(sampled, starts)], ends) - starts
 
-# %% ../nbs/00_types.ipynb #3f94cbc0
+# %% ../nbs/00_types.ipynb #ee17a63a
 _ROW_KEYS = {"reward": "rewards", "group_id": "group_ids", "run_id": "run_ids"}  # trajectory key -> metadata key
 _TOKEN_KEYS = {"tokens": "input_ids", "logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_probs"}  # trajectory key -> values key
 _STRUCTURE = ("input_ids", "attention_mask", "position_ids")
@@ -393,38 +406,34 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def _token_column(
     column: list[Any],  # B values, None where missing
     lengths: list[int],  # B tokens
-) -> tuple[np.ndarray, list[bool]] | None:  # flat [N], int64 or float32, and which rows have it; None where these are not numbers, one a token
+    at: _Layout,
+) -> tuple[Any, list[bool]] | None:  # [B, T], and which rows have it; None where these are not numbers, one a token
     sample = next((v for v, n in zip(column, lengths) if v is not None and n), None)
-    if isinstance(sample, (list, tuple)):
-        numeric = bool(sample) and isinstance(sample[0], (bool, int, float, np.number))
-    else:
-        numeric = hasattr(sample, "shape") and len(sample.shape) == 1  # type: ignore[union-attr]
-    if not numeric:
+    if not _is_numbers(sample):
         return None
     present = [v is not None for v in column]
     filled = column if all(present) else [(0,) * n if v is None else v for v, n in zip(column, lengths)]
-    try:
-        if list(map(len, filled)) != lengths:
-            return None
-        whole = isinstance(sample, (list, tuple)) and isinstance(sample[0], (bool, int, np.integer))
-        flat = _flat(filled, np.int64) if whole else None
-    except TypeError:  # a float among whole numbers, or a value without length
-        flat = None
-    try:
-        flat = _numbers(filled) if flat is None else flat
-    except (TypeError, ValueError):  # not numbers
-        return None
-    return flat, present
+    for dtype in (np.int64, np.float32) if _is_whole(sample) else (np.float32,):
+        try:
+            if list(map(len, filled)) != lengths:
+                return None
+            return at.fill(_flat(filled, dtype), dtype), present
+        except (TypeError, ValueError):  # floats among whole numbers, or no numbers at all
+            continue
+    return None
 
 
-def _numbers(rows: list[Any]) -> np.ndarray:
-    """[N] float32, or int64 where arrays hold whole numbers."""
-    if {*map(type, rows)} <= {list, tuple}:
-        return _flat(rows, np.float32)
-    flat = np.concatenate([np.asarray(r) for r in rows])
-    if flat.dtype.kind not in "biuf":
-        raise TypeError(f"{flat.dtype} is no number")
-    return flat.astype(np.float32 if flat.dtype.kind == "f" else np.int64)
+def _is_numbers(value: Any) -> bool:
+    """Whether a value looks like a sequence of numbers."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and isinstance(value[0], (bool, int, float, np.number))
+    return len(getattr(value, "shape", ())) == 1 and (hasattr(value, "detach") or value.dtype.kind in "biuf")
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return isinstance(value[0], (bool, int, np.integer))
+    return np.asarray(value).dtype.kind in "biu"
 
 # %% ../nbs/00_types.ipynb #4c7e5b48
 def _size(values: Mapping[str, Any], default: int = 0) -> int:
@@ -526,17 +535,13 @@ def _to_batch(
     if list(map(len, masks)) != lengths:
         wrong = next(i for i, m in enumerate(masks) if len(m) != lengths[i])
         raise DataError(f"trajectory {wrong}: loss_mask has {len(masks[wrong])} entries for {lengths[wrong]} tokens")
+    flat = _flat_masks(masks)
+    at = _Layout.of(np.array(lengths, dtype=np.int64), flat)
+    attention, positions = at.structure()
     try:
-        flat, mask = _flat(tokens, np.int64), _flat_mask(masks)
+        values = {"input_ids": at.fill(_flat(tokens, np.int64), np.int64, pad_token_id), "attention_mask": attention, "position_ids": positions, "loss_mask": at.fill(flat, np.int64)}
     except TypeError as e:
-        raise DataError(f"a trajectory's tokens must be whole numbers and its loss_mask 0 or 1: {e}") from e
-    at = _layout(np.array(lengths, dtype=np.int64), mask)
-    values = {
-        "input_ids": at.scatter(flat, pad_token_id),
-        "attention_mask": at.scatter(np.ones(len(mask), dtype=np.int64)),
-        "position_ids": at.positions(),
-        "loss_mask": at.scatter(mask),
-    }
+        raise DataError(f"a trajectory's tokens must be whole numbers: {e}") from e
     metadata: dict[str, Any] = {"batch_size": len(rows), "rewards": _rewards(columns.get("reward", none), columns.get("status", none))}
     for key, column in columns.items():
         if key not in ("tokens", "loss_mask", "reward"):
@@ -548,13 +553,13 @@ def _add_key(key: str, column: list[Any], lengths: list[int], at: _Layout, value
     """A key of the trajectories: per token into values, else into metadata."""
     if key == "logprobs":
         column = [v if v is not None and len(v) else None for v in column]
-    found = None if key in _NEVER_PER_TOKEN else _token_column(column, lengths)
+    found = None if key in _NEVER_PER_TOKEN else _token_column(column, lengths, at)
     name = _TOKEN_KEYS.get(key, key) if found or key in _TOKEN_KEYS else _ROW_KEYS.get(key, key)
     if name in values or name in metadata:
         raise DataError(f"a trajectory's {key!r} would replace the batch's own {name!r}; rename it")
     if found is not None:
-        flat, present = found
-        values[name] = at.scatter(flat.astype(np.float32, copy=False) if key in _TOKEN_KEYS else flat)
+        tensor, present = found
+        values[name] = tensor.float() if key in _TOKEN_KEYS else tensor
         if not all(present):
             metadata[f"{name}/present"] = present
     elif key not in ("logprobs", "ref_logprobs", "advantages"):
@@ -702,7 +707,7 @@ class Batch:
         if [len(r) for r in per_row] != lengths:
             raise DataError(f"scatter takes one array a row, of {lengths[:4]}... entries; got {len(per_row)} arrays of {[len(r) for r in per_row][:4]}...")
         out = np.zeros(attended.shape, dtype=np.float32)
-        out[attended & (np.cumsum(attended, 1) > 1)] = _flat([np.asarray(r, dtype=np.float32) for r in per_row], np.float32)
+        out[attended & (np.cumsum(attended, 1) > 1)] = np.concatenate([np.asarray(r, dtype=np.float32) for r in per_row] or [np.zeros(0, np.float32)])
         return torch.from_numpy(out)
 
     def _attended(self) -> np.ndarray:

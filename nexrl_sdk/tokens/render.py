@@ -255,13 +255,13 @@ def _chat_example(tokenizer: Any, messages: list[dict[str, Any]], turns: str, kw
         begin = _answer_begin(tokenizer, guarded, i, text, kwargs)
         if not text.startswith(done):
             raise DataError(f"the chat template rewrites earlier turns once message {i} is added, so they cannot all be learned from one text; use turns='last', or an example a turn")
-        front = _encode(tokenizer, text[len(done) : begin], mark)
-        answer = _encode(tokenizer, text[begin:], mark)
-        learned = _end_of_turn(tokenizer, answer)
-        tokens += front + answer
-        mask += [0] * len(front) + [1] * learned + [0] * (len(answer) - learned)
+        end = _answer_end(tokenizer, guarded, i, text, kwargs)
+        pieces = [_encode(tokenizer, part, mark) for part in (text[len(done) : begin], text[begin:end], text[end:])]
+        for piece, learned in zip(pieces, (0, 1, 0)):
+            tokens += piece
+            mask += [learned] * len(piece)
         done = text
-    return tokens, mask
+    return _ended(tokenizer, tokens, mask)
 
 
 def _answer_begin(tokenizer: Any, messages: list[dict[str, Any]], i: int, text: str, kwargs: Mapping[str, Any]) -> int:
@@ -276,7 +276,23 @@ def _answer_begin(tokenizer: Any, messages: list[dict[str, Any]], i: int, text: 
     return at
 
 
-def _end_of_turn(tokenizer: Any, answer: list[int]) -> int:
-    """How many of an answer's tokens are the model's: up to its last special token, all where it has none."""
-    special = set(tokenizer.all_special_ids)
-    return next((n + 1 for n in reversed(range(len(answer))) if answer[n] in special), len(answer))
+def _answer_end(tokenizer: Any, messages: list[dict[str, Any]], i: int, text: str, kwargs: Mapping[str, Any]) -> int:
+    """Where what the model should say of message i ends: behind the special token that follows its content, if the template writes one."""
+    probe = {"role": messages[i]["role"], "content": _MARKS[-1]}
+    tail = _template(tokenizer, [*messages[:i], probe], False, kwargs).rpartition(_MARKS[-1])[2]
+    pattern = _special_pattern(tokenizer)
+    first = pattern.search(tail) if pattern is not None else None
+    if text.endswith(tail):
+        return len(text) - len(tail) + (first.end() if first else 0)
+    last = [m.end() for m in pattern.finditer(text)] if pattern is not None else []
+    return last[-1] if last else len(text)
+
+
+def _ended(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    """With an end-of-sequence token where the template ends the last turn with no special token: a model must learn to stop."""
+    size = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
+    eos = tokenizer.eos_token_id
+    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    if eos is None or not size or tokens[size - 1] in special:
+        return tokens, mask
+    return [*tokens[:size], int(eos)], [*mask[:size], 1]

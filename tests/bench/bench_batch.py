@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +48,7 @@ def peer(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call's processor time (both run in one thread), taken in turns so that a busy machine is busy for all."""
+    """Least seconds of each call's processor time (both run in one thread), taken in turns so that a busy machine is busy for all."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -58,7 +57,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
             began = time.process_time()
             call()
             took[name].append(time.process_time() - began)
-    return {name: statistics.median(times) for name, times in took.items()}
+    return {name: min(times) for name, times in took.items()}
 
 
 def same(trajectories: Sequence[Trajectory]) -> bool:
