@@ -6,154 +6,24 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import io
 import json
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from ..types import ConfigError, DataError, NexRLError, nearest
+from .code import find_path, load_object, missing
+from ..types import ConfigError, DataError, nearest
 
 # %% auto #0
-__all__ = ['Rows', 'READERS', 'load_module', 'load_object', 'load_rows', 'Item', 'DataStream']
-
-# %% ../../nbs/40_rollout.data.ipynb #a0e0d8c2
-_LOCK = threading.RLock()  # one user file is imported at a time: sys.path is shared
-_SIBLINGS: dict[str, tuple[str, ModuleType]] = {}  # module name -> (folder, module): what user files imported from beside them
-
-
-def _find(path: str | Path, base_dir: str | Path | None) -> Path:
-    """A path as given, relative to `base_dir`, then to the working directory."""
-    given = Path(path).expanduser()
-    tried = [Path(base_dir) / given] if base_dir is not None and not given.is_absolute() else []
-    return next((p for p in [*tried, given] if p.exists()), [*tried, given][0])
-
-
-def _missing(path: Path, suffixes: Sequence[str] = ()) -> str:
-    """What to say of a path that is not there."""
-    folder = next(p for p in path.absolute().parents if p.is_dir())
-    if folder != path.absolute().parent:
-        return f"{path} does not exist, nor does its folder {path.parent}"
-    names = [p.name for p in folder.iterdir() if not suffixes or p.suffix in suffixes]
-    return f"{path} does not exist{nearest(path.name, names)}"
-
-
-def _enter(folder: Path) -> None:
-    """Make a folder's own modules importable, and hide those of the same name from other folders."""
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    for name, (home, module) in list(_SIBLINGS.items()):
-        if home != str(folder) and sys.modules.get(name) is module and _beside(folder, name):
-            del sys.modules[name]
-
-
-def _beside(folder: Path, name: str) -> bool:
-    top = folder / name.partition(".")[0]
-    return top.with_suffix(".py").exists() or top.is_dir()
-
-
-def _leave(folder: Path, before: set[str]) -> None:
-    if str(folder) in sys.path:
-        sys.path.remove(str(folder))
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(folder):
-            _SIBLINGS[name] = (str(folder), sys.modules[name])
-
-
-def _package(folder: Path) -> str:
-    """A package for the files of a folder, so that one may say `from .helper import x`."""
-    name = f"nexrl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    if name not in sys.modules:
-        package = sys.modules[name] = ModuleType(name)
-        package.__path__ = [str(folder)]
-    return name
-
-
-def load_module(
-    path: Path,  # a Python file
-) -> ModuleType:  # the same module as long as the file's content stays the same
-    """Import a file, whatever it is called and wherever it lies."""
-    path = path.resolve()
-    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
-    name = f"{_package(path.parent)}.{path.stem}_{digest}"
-    with _LOCK:
-        if name not in sys.modules:
-            _import(name, path)
-        return sys.modules[name]
-
-
-def _import(name: str, path: Path) -> None:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file: its name must end in .py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    before = set(sys.modules)
-    _enter(path.parent)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as e:
-        sys.modules.pop(name, None)
-        if isinstance(e, (NexRLError, KeyboardInterrupt)):
-            raise
-        raise ConfigError(f"{path} cannot be imported: {_cause(e, path)}") from e
-    finally:
-        _leave(path.parent, before)
-
-
-def _cause(error: BaseException, path: Path) -> str:
-    """An exception in a line, with the line of the user's file it came from."""
-    line, tb = getattr(error, "lineno", None), error.__traceback__
-    while tb is not None:
-        line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == str(path) else line
-        tb = tb.tb_next
-    return f"{type(error).__name__}: {error}" + (f" (line {line})" if line else "")
-
-
-def load_object(
-    spec: Any,  # "file.py:name", "package.module:name"; anything that is no text is given back as it is
-    base_dir: str | Path | None = None,  # what a path is relative to, before the working directory
-) -> Any:
-    """The function or class that a recipe names."""
-    if not isinstance(spec, (str, Path)):
-        return spec
-    place, colon, name = str(spec).rpartition(":")
-    if not colon or not name or not place:
-        raise ConfigError(f"{str(spec)!r} must name a file and what it defines, as in 'task.py:reward'")
-    if place.endswith(".py"):
-        path = _find(place, base_dir)
-        if not path.is_file():
-            raise ConfigError(_missing(path, (".py",)))
-        module = load_module(path)
-    else:
-        module = _installed(place, str(spec))
-    if not hasattr(module, name):
-        raise ConfigError(f"{place} defines no {name!r}{nearest(name, _public(module))}")
-    return getattr(module, name)
-
-
-def _installed(place: str, spec: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except ImportError as e:
-        raise ConfigError(f"{spec!r}: module {place!r} cannot be imported ({e}); a file is named with its ending, as in 'task.py:reward'") from e
-
-
-def _public(module: ModuleType) -> list[str]:
-    own = [k for k, v in vars(module).items() if not k.startswith("_") and getattr(v, "__module__", None) == module.__name__]
-    return own or [k for k in vars(module) if not k.startswith("_")]
+__all__ = ['Rows', 'READERS', 'load_rows', 'Item', 'DataStream']
 
 # %% ../../nbs/40_rollout.data.ipynb #cb357274
 Rows = list[dict[str, Any]]
@@ -303,9 +173,9 @@ def _read_named(source: str, options: dict[str, Any]) -> tuple[str, Sequence[Any
         return _read_hub_mapping({"hub": source[3:]}, options)
     if ".py:" in source:
         return _read_function(load_object(source, options["base_dir"]), options, source)
-    if has_magic(source) and not _find(source, options["base_dir"]).exists():
+    if has_magic(source) and not find_path(source, options["base_dir"]).exists():
         return source, [row for path in _matches(source, options) for row in _read_file(path, options)]
-    path = _find(source, options["base_dir"])
+    path = find_path(source, options["base_dir"])
     if path.is_dir():
         return str(path), _from_hub(str(path), options["name"], options["split"])
     return str(path), _read_file(path, options)
@@ -323,7 +193,7 @@ def _read_file(path: Path, options: dict[str, Any]) -> Rows:
     _unused(options, f"the file {path}")
     if not path.exists():
         hub = f"; a dataset on the Hub is written 'hf:{path}'" if path.suffix not in READERS and not path.is_absolute() else ""
-        raise DataError(_missing(path) + hub)
+        raise DataError(missing(path) + hub)
     if path.suffix.lower() not in READERS:
         raise DataError(f"{path}: rows cannot be read from {path.suffix or 'a file without an ending'}{nearest(path.suffix, READERS)}")
     return READERS[path.suffix.lower()](path)
@@ -334,7 +204,7 @@ def _read_hub_mapping(source: Mapping[str, Any], options: dict[str, Any]) -> tup
     hub = rest.pop("hub", None)
     if not isinstance(hub, str):
         raise DataError(f"a mapping as a source of rows needs 'hub': the dataset's name{nearest('hub', source)}; a single row is given as a list of one")
-    local = _find(hub, options["base_dir"])
+    local = find_path(hub, options["base_dir"])
     split, name = rest.pop("split", None) or options["split"], rest.pop("name", None) or options["name"]
     return f"the dataset {hub!r}", _from_hub(str(local) if local.is_dir() else hub, name, split, **rest)
 

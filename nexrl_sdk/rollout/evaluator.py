@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .data import load_object
+from .code import load_object
 from ..types import ConfigError, EvaluatorError, nearest
 
 # %% auto #0
