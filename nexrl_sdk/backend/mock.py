@@ -45,6 +45,10 @@ class CharTokenizer:
         names = {0: "" if skip_special_tokens else self.pad_token, 1: "" if skip_special_tokens else self.eos_token}
         return "".join(names.get(int(t), chr(int(t))) for t in ids)
 
+    def batch_decode(self, sequences: Sequence[Sequence[int]], **kwargs: Any) -> list[str]:
+        """Several lists of ids to text."""
+        return [self.decode(s, **kwargs) for s in sequences]
+
 # %% ../../nbs/37_backend.mock.ipynb #3b9eb14f
 class MockBackend(Backend):
     """A backend with no model behind it."""
