@@ -5,6 +5,7 @@
 # %% ../../nbs/58_view.report.ipynb #b7884b53
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..rollout.rollouts import loads
 from ..types import ConfigError, RunFolderError, nearest
 from .html import Html, Points, chip, clip, count, el, escape, finite, fragment, join, line_chart, more, muted, number, pairs, plain, real, seconds, sparkline, table, tile
 from nexrl_sdk.view.rollouts import (
@@ -28,6 +30,18 @@ __all__ = ['CHARTS', 'read_jsonl', 'RunRecord', 'read_run', 'samples_html', 'Fai
            'plot_metrics']
 
 # %% ../../nbs/58_view.report.ipynb #7e75d990
+def _parse(line: bytes) -> Any:
+    """One line: a stored trajectory as it was, anything else as JSON has it."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if b"__nexrl__" in line and isinstance(found, dict):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+            return dict(loads(line.decode("utf-8")))
+    return found
+
+
 def read_jsonl(
     path: Path,
     most: int = 1_000_000,  # lines
@@ -41,10 +55,7 @@ def read_jsonl(
         while line := lines.readline(budget):
             budget -= len(line)
             if only is None or only.search(line):
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError):
-                    found = None
+                found = _parse(line)
                 if isinstance(found, dict):
                     most -= 1
                     yield found
@@ -146,6 +157,9 @@ def read_run(
     return RunRecord(path, metrics, _read_yaml(path / "recipe.yaml"), *(_read_json(path / f"{f}.json") for f in ("summary", "environment", "run")))
 
 # %% ../../nbs/58_view.report.ipynb #5ad30f50
+_LOST = {"errors/failed": "failed", "errors/evaluator": "evaluator", "errors/unscored": "unscored"}
+
+
 def _verdict(run: RunRecord) -> str:
     """What came of the run, in a sentence."""
     before, after, kind = run.ends()
@@ -166,7 +180,7 @@ def _state(run: RunRecord) -> Html:
 
 
 def _failed(run: RunRecord) -> float:
-    return sum(v for name in ("errors/failed", "errors/error", "errors/unscored") for _, v in run.metrics.get(name, []) if math.isfinite(v))
+    return sum(v for name in _LOST for _, v in run.metrics.get(name, []) if math.isfinite(v))
 
 
 def _head(run: RunRecord) -> Html:
@@ -187,7 +201,7 @@ CHARTS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("Reward", {"reward/mean": "training", "val/reward/mean": "held out"}, ("held out",)),
     ("Pass rate", {f"val/pass@{k}": f"pass@{k}" for k in (1, 2, 4, 8, 16)}, tuple(f"pass@{k}" for k in (1, 2, 4, 8, 16))),
     ("Reward within groups", {"reward/std": "spread", "group/frac_zero_std": "groups without spread"}, ()),
-    ("KL", {"policy/kl": "to the sampling policy", "policy/ref_kl": "to the reference", "policy/mismatch_kl": "sampler to learner"}, ()),
+    ("KL", {"policy/approx_kl": "to the sampling policy", "policy/ref_kl": "to the reference", "policy/mismatch_kl": "sampler to learner"}, ()),
     ("Entropy", {"policy/entropy": "entropy"}, ()),
     ("Clipped", {"policy/clip_frac": "share of tokens"}, ()),
     ("Gradient norm", {"grad_norm": "norm"}, ()),
@@ -197,7 +211,7 @@ CHARTS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("Cut answers", {"tokens/truncated_frac": "share"}, ()),
     ("Seconds a step", {"time/rollout": "rollout", "time/update": "update", "time/prepare": "prepare", "time/score": "score"}, ()),
     ("Tokens a second", {"tokens/per_second": "tokens/s"}, ()),
-    ("Answers without a reward", {"errors/failed": "failed", "errors/error": "error", "errors/unscored": "unscored"}, ()),
+    ("Answers without a reward", _LOST, ()),
 )
 _COUNTS = ("Answers without a reward",)
 

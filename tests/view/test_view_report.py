@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from view_oracle import ATTACKS, check
 
-from nexrl_sdk.types import ConfigError, RunFolderError
+from nexrl_sdk.rollout.rollouts import Rollouts
+from nexrl_sdk.types import ConfigError, RunFolderError, Trajectory
 from nexrl_sdk.view import report as rep
 from nexrl_sdk.view.rollouts import rollouts_html, step_html
 
@@ -18,7 +19,7 @@ from nexrl_sdk.view.rollouts import rollouts_html, step_html
 def make_run(folder: Path, *, steps=40, attack="plain", finished=True, val=True) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     lines = [{"step": 0, "val/reward/mean": 0.4, "val/pass@1": 0.1}] if val else []
-    lines += [{"step": s, "reward/mean": 0.4 + 0.5 * s / steps, "loss": 0.1, "grad_norm": None if s == 7 else 1.0, "errors/error": float(s == 5), f"custom/{attack[:200]}": s} for s in range(1, steps + 1)]
+    lines += [{"step": s, "reward/mean": 0.4 + 0.5 * s / steps, "loss": 0.1, "grad_norm": None if s == 7 else 1.0, "errors/evaluator": float(s == 5), f"custom/{attack[:200]}": s} for s in range(1, steps + 1)]
     lines += [{"step": steps, "val/reward/mean": 0.9, "val/pass@1": 0.7}] if val else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
     recipe = {"experiment_name": attack, "algorithm": {"type": "grpo"}, "model": {"path": attack}, "trainer": {"total_train_steps": steps}, "logger": {"api_key": "s3cr3t"}}
@@ -131,6 +132,18 @@ def test_a_response_that_pretends_to_be_a_failure_is_not_counted(tmp_path):
     run = make_run(tmp_path / "r")
     (run / "rollouts" / "step_000001.jsonl").write_text(json.dumps({"response": '"status": "error"', "metrics": {"status": "failed"}, "status": "ok"}) + "\n")
     assert [f.count for f in rep.failures(rep.read_run(run))[0]] == [1]
+
+
+def test_stored_rollouts_come_back_with_what_json_lacks(tmp_path):
+    run = make_run(tmp_path / "r")
+    found = Rollouts([Trajectory(tokens=[1, 2], loss_mask=[0, 1], logprobs=[0.0, math.nan], reward=0.5, prompt="q", response="NOT FINITE", group_id="0:0")])
+    found.save(run / "rollouts" / "step_000001.jsonl")
+    (stored,) = rep.read_jsonl(run / "rollouts" / "step_000001.jsonl")
+    assert math.isnan(stored["logprobs"][1])
+    page = check(rep.report_html(run))
+    assert any("not finite" == a.get("title") for _, a in page.tags)
+    (run / "rollouts" / "step_000001.jsonl").write_text('{"prompt": {"__nexrl__": "exec", "value": "x"}, "reward": {"__nexrl__": "float", "value": []}}\n')
+    check(rep.report_html(run))
 
 
 def test_figures_on_demand(tmp_path):
