@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -35,13 +36,14 @@ SETTINGS: dict[str, Any] = {
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
     },
-    "warm_start": {"steps": 400, "batch": 64, "lr": 2e-3, "right": 0.3},
+    "warm_start": {"steps": 400, "batch": 64, "lr": 2e-3, "right": 0.3, "copies": 0.5},
 }
 
 
 # -- data: prompts `cabde>`, answers `edbac` -------------------------------------------------------
 
 
+@functools.cache
 def strings() -> list[str]:
     """All 100,000 strings in one fixed random order: the first 256 are held out from every training."""
     order = random.Random(20261).sample(range(len(LETTERS) ** LENGTH), len(LETTERS) ** LENGTH)
@@ -89,7 +91,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def warm_start_batch(
     letters_NL: torch.Tensor,  # all strings that may be used, as token ids
     batch: int,
-    right: float,  # share of right answers; half of the others copy the prompt, half shuffle it
+    right: float,  # share of right answers
+    copies: float,  # share of the others that copy the prompt; the rest shuffle it
     generator: torch.Generator,
 ) -> torch.Tensor:  # [B, 2 L + 2]: letters, ">", letters, end of sequence
     """Prompts with answers, some of them right."""
@@ -99,7 +102,7 @@ def warm_start_batch(
     shuffle_BL = torch.rand(prompt_BL.shape, generator=generator).argsort(1)
     kind_B1 = torch.rand(batch, 1, generator=generator)
     straight_L = torch.arange(LENGTH)
-    order_BL = torch.where(kind_B1 < right, straight_L.flip(0), torch.where(kind_B1 < (1 + right) / 2, straight_L, shuffle_BL))
+    order_BL = torch.where(kind_B1 < right, straight_L.flip(0), torch.where(kind_B1 < right + (1 - right) * copies, straight_L, shuffle_BL))
     mark_B1, end_B1 = torch.full((batch, 1), VOCABULARY.index(">")), torch.full((batch, 1), VOCABULARY.index(EOS))
     return torch.cat([prompt_BL, mark_B1, prompt_BL.gather(1, order_BL), end_B1], dim=1)
 
@@ -119,7 +122,7 @@ def warm_start(seed: int) -> Qwen2ForCausalLM:
     letters_NL = torch.tensor([[VOCABULARY.index(c) for c in s] for s in strings()[HELD_OUT:]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=how["lr"], weight_decay=0.0, fused=True)
     for _ in trange(how["steps"], desc="warm start", unit="step", mininterval=0.25):
-        ids_BT = warm_start_batch(letters_NL, how["batch"], how["right"], generator)
+        ids_BT = warm_start_batch(letters_NL, how["batch"], how["right"], how["copies"], generator)
         logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[:, LENGTH:]
         cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, LENGTH + 1 :].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
