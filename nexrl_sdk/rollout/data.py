@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
+from re import fullmatch
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _read_jsonl, ".ndjson": 
 # %% ../../nbs/40_rollout.data.ipynb #0cb40aa1
 def _from_hub(
     path: str,  # "org/name", or a local folder of the same shape
+    called: str,  # the same as the user wrote it
     name: str | None,  # configuration of the dataset
     split: str | None,
     **options: Any,  # for load_dataset, such as revision
@@ -114,10 +116,10 @@ def _from_hub(
         found = datasets.load_dataset(path, name, split=split, **options)
     except (ValueError, FileNotFoundError, OSError, datasets.exceptions.DatasetGenerationError) as e:
         asked = "".join(f", {k}={v!r}" for k, v in {"name": name, "split": split, **options}.items() if v is not None)
-        raise DataError(f"the dataset {path!r}{asked} cannot be loaded: {type(e).__name__}: {e}") from e
+        raise DataError(f"the dataset {called!r}{asked} cannot be loaded: {type(e).__name__}: {e}") from e
     if isinstance(found, Mapping):
         if len(found) > 1:
-            raise DataError(f"the dataset {path!r} has several splits ({', '.join(map(str, found))}): name one with split=")
+            raise DataError(f"the dataset {called!r} has several splits ({', '.join(map(str, found))}): name one with split=")
         found = next(iter(found.values()))
     return [dict(row) for row in found]
 
@@ -177,8 +179,8 @@ def _read_named(source: str, options: dict[str, Any]) -> tuple[str, Sequence[Any
         return source, [row for path in _matches(source, options) for row in _read_file(path, options)]
     path = find_path(source, options["base_dir"])
     if path.is_dir():
-        return str(path), _from_hub(str(path), options["name"], options["split"])
-    return str(path), _read_file(path, options)
+        return str(path), _from_hub(str(path), source, options["name"], options["split"])
+    return str(path), _read_file(path, options, source)
 
 
 def _matches(pattern: str, options: dict[str, Any]) -> list[Path]:
@@ -189,10 +191,10 @@ def _matches(pattern: str, options: dict[str, Any]) -> list[Path]:
     return [Path(p) for p in found]
 
 
-def _read_file(path: Path, options: dict[str, Any]) -> Rows:
+def _read_file(path: Path, options: dict[str, Any], given: str = "") -> Rows:
     _unused(options, f"the file {path}")
     if not path.exists():
-        hub = f"; a dataset on the Hub is written 'hf:{path}'" if path.suffix not in READERS and not path.is_absolute() else ""
+        hub = f"; a dataset on the Hub is written 'hf:{given}'" if fullmatch(r"[\w.-]+(/[\w.-]+)?", given) and path.suffix not in READERS else ""
         raise DataError(missing(path) + hub)
     if path.suffix.lower() not in READERS:
         raise DataError(f"{path}: rows cannot be read from {path.suffix or 'a file without an ending'}{nearest(path.suffix, READERS)}")
@@ -206,7 +208,7 @@ def _read_hub_mapping(source: Mapping[str, Any], options: dict[str, Any]) -> tup
         raise DataError(f"a mapping as a source of rows needs 'hub': the dataset's name{nearest('hub', source)}; a single row is given as a list of one")
     local = find_path(hub, options["base_dir"])
     split, name = rest.pop("split", None) or options["split"], rest.pop("name", None) or options["name"]
-    return f"the dataset {hub!r}", _from_hub(str(local) if local.is_dir() else hub, name, split, **rest)
+    return f"the dataset {hub!r}", _from_hub(str(local) if local.is_dir() else hub, hub, name, split, **rest)
 
 
 def _read_function(function: Any, options: dict[str, Any], what: str | None = None) -> tuple[str, Sequence[Any]]:
