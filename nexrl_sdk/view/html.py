@@ -129,7 +129,7 @@ def number(
         return plain(value)
     try:
         whole = int(value) if isinstance(value, (int, np.integer)) else None
-        return f"{whole:,}".replace("-", "−") if whole is not None and abs(whole) < 10**15 else _float(float(value))  # type: ignore[arg-type]
+        return f"{whole:,}".replace("-", "−") if whole is not None and abs(whole) < 10**20 else _float(float(value))  # type: ignore[arg-type]
     except OverflowError:
         return "beyond 1e308"
 
@@ -270,7 +270,7 @@ font:13px/1.5 var(--jp-ui-font-family,system-ui),system-ui,-apple-system,"Segoe 
 .nx.nx .nx-h{display:flex;flex-wrap:wrap;gap:4px 10px;align-items:baseline;margin:0 0 8px}
 .nx.nx .nx-t{font-size:14px;font-weight:600;margin:0;letter-spacing:-.005em}
 .nx.nx .nx-end{margin-left:auto}
-.nx.nx .nx-kv{display:grid;grid-template-columns:fit-content(40%) 1fr;gap:2px 18px;margin:0}
+.nx.nx .nx-kv{display:grid;grid-template-columns:fit-content(62%) minmax(80px,1fr);gap:2px 18px;margin:0}
 .nx.nx .nx-kv>dt,.nx.nx .nx-kv>dd{float:none;width:auto;display:block}.nx.nx .nx-kv>dt{color:var(--nx-m);font-weight:400;margin:0;padding:0;overflow-wrap:anywhere}.nx.nx .nx-kv>dd{margin:0;padding:0;overflow-wrap:anywhere;min-width:0}
 .nx.nx .nx-chip{display:inline-block;font-size:11px;line-height:1.45;padding:0 7px;border-radius:9px;border:1px solid var(--nx-l);white-space:nowrap;max-width:100%;overflow:hidden;text-overflow:ellipsis;vertical-align:middle}
 .nx.nx .nx-good{color:var(--nx-g)}.nx.nx .nx-bad{color:var(--nx-r)}.nx.nx .nx-warn{color:var(--nx-w)}.nx.nx .nx-accent{color:var(--nx-a)}

@@ -201,7 +201,8 @@ class LineDisplay:
     def show(self, progress: Progress, title: str, state: str, cause: object) -> None:
         """Write one line."""
         total = f"/{progress.total}" if progress.total is not None else ""
-        left = f"{seconds(progress.left)} left" if state == "running" and progress.left is not None else seconds(progress.elapsed)
+        running = f"{seconds(progress.left)} left" if progress.left is not None else ""
+        left = running if state == "running" else seconds(progress.elapsed)
         why = f": {cut(cause, 300)}" if cause is not None else ""
         parts = [f"{cut(title, 40)}  step {progress.step}{total}", brief(progress.metrics), speed_text(progress.speed), left, f"{state}{why}" if state != "running" else ""]
         stream = self._stream if self._stream is not None else sys.stderr

@@ -221,7 +221,7 @@ def _charts(run: RunRecord) -> tuple[list[Html], set[str]]:
     drawn, shown = [], set()
     for title, names, dots in CHARTS:
         series = {label: run.metrics[name] for name, label in names.items() if name in run.metrics}
-        flat = title in ("Learning rate", "Cut answers", *_COUNTS) and len({v for points in series.values() for _, v in points}) < 2
+        flat = title != "Reward" and all(len({v for _, v in points}) < 2 for points in series.values())
         if any(len(points) > 1 for points in series.values()) and not flat:
             drawn.append(line_chart(series, title, dots=dots, averaged=title not in _COUNTS, note=_newest(series) if len(series) == 1 else None))
             shown |= {n for n in names if n in run.metrics}

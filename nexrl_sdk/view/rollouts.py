@@ -319,7 +319,8 @@ class _Groups:
         self.low, self.high = min([0.0, *rewards]), max([0.0, *rewards])
         self.high = 1.0 if self.high <= 1 and self.low >= -1 else max(self.high, self.low + abs(self.low))
         self.known = any(advantage_of(t) is not None for t in shown)
-        self.widest = max((abs(a) for m in self.groups.values() for a in leanings(m, self.known) if a is not None), default=0.0) or 1.0
+        leaning = [abs(a) for m in self.groups.values() for a in leanings(m, self.known) if a is not None]
+        self.widest, self.compared = max(leaning, default=0.0) or 1.0, bool(leaning)
 
 # %% ../../nbs/56_view.rollouts.ipynb #42252b99
 def prompt_html(
@@ -386,7 +387,7 @@ def _member_row(table_of: _Groups, t: Any, leaning: float | None, tokens: int) -
     color = "g" if (leaning or 0) > 0 else "r"
     cells = [
         el("td", reward_bar(reward_of(t), table_of.low, table_of.high), cls="nx-nw"),
-        el("td", reward_bar(leaning, -table_of.widest, table_of.widest, color), cls="nx-nw"),
+        el("td", reward_bar(leaning, -table_of.widest, table_of.widest, color), cls="nx-nw") if table_of.compared else None,
         el("td", answer_html(t, table_of.pieces, table_of.by, tokens, table_of.widest), style="width:100%"),
         el("td", _end(t), cls="nx-num"),
     ]
@@ -405,16 +406,17 @@ def groups_table(
     shown = list(found.groups.items())
     answers = sum(min(members, len(m)) for _, m in shown) or 1
     tokens = max(24, min(240, 3000 // answers))
-    head = el("thead", el("tr", el("th", "reward"), el("th", "advantage" if found.known else "against the mean", cls="nx-nw"), el("th", "answer"), el("th", "tokens", cls="nx-num")))
+    second = el("th", "advantage" if found.known else "against the mean", cls="nx-nw") if found.compared else None
+    head = el("thead", el("tr", el("th", "reward"), second, el("th", "answer"), el("th", "tokens", cls="nx-num")))
     bodies = [
-        el("tbody", _group_head(found, key, group, 4), [_member_row(found, t, a, tokens) for t, a in list(zip(group, leanings(group, found.known)))[:members]], _rest(len(group) - members))
+        el("tbody", _group_head(found, key, group, 3 + found.compared), [_member_row(found, t, a, tokens) for t, a in list(zip(group, leanings(group, found.known)))[:members]], _rest(len(group) - members, 3 + found.compared))
         for key, group in shown
     ]
     return join(el("table", head, bodies), more(found.count - limit, "prompts"))
 
 
-def _rest(count: int) -> Html:
-    return el("tr", el("td", more(count, "answers"), colspan=4)) if count > 0 else Html("")
+def _rest(left: int, columns: int) -> Html:
+    return el("tr", el("td", more(left, "answers"), colspan=columns)) if left > 0 else Html("")
 
 # %% ../../nbs/56_view.rollouts.ipynb #7fb574e1
 def rollouts_html(
@@ -446,6 +448,11 @@ def _rollouts_head(rollouts: Any, by: str) -> Html:
     return heading("Rollouts", *beside)
 
 # %% ../../nbs/56_view.rollouts.ipynb #86fa4519
+def _nothing(value: object) -> bool:
+    """Whether a field says nothing: unset, or empty."""
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
 _SHOWN = {"tokens", "loss_mask", "logprobs", "prompt", "response", "reward", "advantage", "advantages", "status", "error", "group_id", "run_id", "finish_reason", "ref_logprobs"}
 
 
@@ -465,7 +472,7 @@ def trajectory_html(
     shown = tokens_html(rest["tokens"], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit + limit // 4) if len(tokens) else muted("no tokens")
     before = more(start, "tokens before") if start else None
     texts = [el("div", el("div", clip(t.get(k), 2000), cls="nx-k", dir="auto")) for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
-    others = {k: v for k, v in t.items() if k not in _SHOWN}
+    others = {k: v for k, v in t.items() if k not in _SHOWN and not _nothing(v)}
     return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), el("div", pairs(others), style="margin-top:10px") if others else None), style=TOKEN_STYLE)
 
 
@@ -594,8 +601,8 @@ def flatten(
 def _sections(values: Mapping[str, Any]) -> Html:
     """One block a section."""
     top = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
-    blocks = [("", top)] if top else []
-    blocks += [(k, flatten(v)) for k, v in values.items() if isinstance(v, Mapping) and v]
+    found = [("", top), *((k, flatten(v)) for k, v in values.items() if isinstance(v, Mapping))]
+    blocks = [(name, kept) for name, block in found if (kept := {k: v for k, v in block.items() if not _nothing(v)})]
     return el("div", [el("div", el("div", el("b", clip(name or "run", 60))), pairs(block)) for name, block in blocks], cls="nx-grid")
 
 
@@ -604,7 +611,7 @@ def recipe_sections(
     every: Mapping[str, Any] | None = None,  # all values; None: no fold
 ) -> Html:  # without the style
     """A recipe's sections."""
-    fold = el("details", el("summary", "every value, defaults too"), _sections({k: v for k, v in redact(every).items() if v not in (None, {}, [])}), style="margin-top:10px") if every else None
+    fold = el("details", el("summary", "every value, defaults too"), _sections(redact(every)), style="margin-top:10px") if every else None
     return join(_sections(redact(chosen)), fold)
 
 
