@@ -32,7 +32,7 @@ except ImportError:  # not on Windows; there a folder is not locked
     fcntl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['FREE_KEYS', 'writing', 'write_whole', 'take_lock', 'read_lines', 'append_line', 'identity', 'differences',
+__all__ = ['FREE_KEYS', 'BEGUN', 'writing', 'write_whole', 'take_lock', 'read_lines', 'append_line', 'identity', 'differences',
            'environment', 'Folder', 'Run', 'check_same']
 
 # %% ../../nbs/51_run.store.ipynb #23fa0893
@@ -286,6 +286,9 @@ def _spans(steps: Sequence[int]) -> str:
     return f"{min(steps)} to {max(steps)}" if steps else ""
 
 # %% ../../nbs/51_run.store.ipynb #632cbb31
+BEGUN = ".begun"  # there until a new run folder is whole
+
+
 class Run(Folder):
     """A run folder that this process writes into."""
 
@@ -317,15 +320,34 @@ class Run(Folder):
         path = Path(folder).expanduser().resolve()
         if (path / "run.json").is_file():
             raise RunFolderError(_occupied(Folder(path), recipe))
-        if path.is_dir() and any(p.name != ".lock" for p in path.iterdir()):
-            raise RunFolderError(f"{path} is not empty and is not a run folder; choose another one")
-        with writing(path):
-            (path / "rollouts").mkdir(parents=True, exist_ok=True)
-            (path / "checkpoints").mkdir(exist_ok=True)
+        cls._refuse_foreign(path)
+        with writing(path), contextlib.closing(cls._begin(path)):
+            (path / "rollouts").mkdir()
+            (path / "checkpoints").mkdir()
             write_whole(path / "environment.json", json.dumps(environment(), indent=2) + "\n")
             info = {**_store_recipe(path, recipe), "id": uuid.uuid4().hex[:8], "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             write_whole(path / "run.json", json.dumps(info, indent=2) + "\n")
+            (path / BEGUN).unlink()
         return cls(path, recipe)
+
+    @staticmethod
+    def _refuse_foreign(path: Path) -> None:
+        names = {p.name for p in path.iterdir()} if path.is_dir() else set()
+        if names - {".lock"} and BEGUN not in names:
+            raise RunFolderError(f"{path} is not empty and is not a run folder; choose another one")
+
+    @staticmethod
+    def _begin(path: Path) -> TextIO:
+        """Lock the folder, and clear what a process that was killed right here had begun."""
+        path.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(path)
+        if (path / "run.json").is_file():
+            raise RunFolderError(f"another process has just begun a run in {path}; choose another folder")
+        (path / BEGUN).touch()
+        for part in path.iterdir():
+            if part.name not in (".lock", BEGUN):
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+        return lock if lock is not None else io.StringIO()
 
     @classmethod
     def open(

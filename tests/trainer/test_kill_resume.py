@@ -118,7 +118,7 @@ class KillAt:
         return self.real(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name,at", [(n, a) for n in ("fsync", "rename", "replace") for a in (1, 2, 3, 5, 8)])
+@pytest.mark.parametrize("name,at", [*[("fsync", a) for a in (1, 4, 9, 16, 25)], *[("rename", a) for a in (1, 2, 3)], *[("replace", a) for a in (1, 3, 5)]])
 def test_killed_while_writing(name, at, model, whole, tmp_path):
     """At the n-th fsync or rename of the run: inside checkpoints, metrics and rollouts alike."""
     folder = tmp_path / "run"
@@ -127,7 +127,6 @@ def test_killed_while_writing(name, at, model, whole, tmp_path):
         setattr(os, name, KillAt(name, at))
         train(model, folder)
 
-    status = in_child(work)
-    assert status in (signal.SIGKILL, 0), "the child failed by itself"
+    assert in_child(work) == signal.SIGKILL
     assert in_child(lambda: train(model, folder)) == 0
     assert record(folder) == whole
