@@ -157,10 +157,10 @@ def _full(target: Path, needed: int) -> CheckpointError:
 @contextmanager
 def _space(target: Path, needed: int) -> Iterator[None]:
     """Turn a full disk into an error that says what to do."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(target.parent).free < needed:
-        raise _full(target, needed)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(target.parent).free < needed:
+            raise _full(target, needed)
         yield
     except (OSError, SafetensorError) as e:
         if _is_full(e):
