@@ -471,7 +471,10 @@ class _Metadata(dict):
         super().__init__()
         self._values = values
         for key, value in given.items():
-            self[key] = value
+            if key == "advantages" and key in values:
+                super().__setitem__(key, value)  # a copy: the values have theirs, perhaps worked on since
+            else:
+                self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in ("rewards", "advantages") and isinstance(value, (list, tuple)) and not isinstance(value, FloatList):
@@ -757,11 +760,10 @@ class Batch:
         """Columns of padding added to everything per token."""
         ids = self.values["input_ids"] if "input_ids" in self.values else next(v for v in self.values.values() if len(getattr(v, "shape", ())) >= 2)
         values = {k: _widen(v, left, right, pad_token_id if k == "input_ids" else 0) if tuple(getattr(v, "shape", ())[:2]) == tuple(ids.shape) else v for k, v in self.values.items()}
-        batch = Batch(values, self.metadata)
         if right > 0 and "position_ids" in values and "attention_mask" in values:
-            values["position_ids"][:, -right:] = values["position_ids"][:, -right - 1 : -right] if values["position_ids"].shape[1] > right else 0
-            batch.values["position_ids"] = values["position_ids"]
-        return batch
+            last = values["attention_mask"].sum(1) - 1
+            values["position_ids"][:, -right:] = last.clip(0)[:, None]
+        return Batch(values, self.metadata)
 
     def pad_to_world_size(
         self,
@@ -866,7 +868,7 @@ def _cat(batches: list[Batch], pad_token_id: int) -> Batch:
         return Batch()
     splits, widths = [_split(b) for b in batches], [_width(b) for b in batches]
     column, right = max(splits), max(w - s for s, w in zip(splits, widths))
-    wide = [b.pad(column - s, right - (w - s), pad_token_id) if w else b for b, s, w in zip(batches, splits, widths)]
+    wide = [b.pad(column - s, right - (w - s), pad_token_id) if "input_ids" in b.values else b for b, s, w in zip(batches, splits, widths)]
     sizes = [len(b) for b in wide]
     values: dict[str, Any] = {}
     metadata: dict[str, Any] = {"batch_size": sum(sizes)}
@@ -874,14 +876,18 @@ def _cat(batches: list[Batch], pad_token_id: int) -> Batch:
         parts = [b.values.get(key) for b in wide]
         if all(p is None or _rows(p) == n for p, n in zip(parts, sizes)):
             values[key] = _join(parts, sizes, None)
-            if any(p is None for p in parts):
-                metadata[f"{key}/present"] = [p is not None for p, n in zip(parts, sizes) for _ in range(n)]
+            present = [has for b, p, n in zip(wide, parts, sizes) for has in b.metadata.get(f"{key}/present", [p is not None] * n)]
+            if not all(present):
+                metadata[f"{key}/present"] = present
         else:
             values[key] = next(p for p in parts if p is not None)
-    for key in dict.fromkeys(k for b in wide for k in b.metadata if k != "batch_size"):
+    for key in dict.fromkeys(k for b in wide for k in b.metadata if k != "batch_size" and not k.endswith("/present")):
         parts = [b.metadata.get(key) for b in wide]
-        if all(p is None or _rows(p) == n for p, n in zip(parts, sizes)):
-            metadata[key] = _join(parts, sizes, key.endswith("/present") or (False if key == "is_padding" else math.nan if key == "rewards" else None))
+        if key in values and key != "advantages":
+            if any(v is not None and v != [] for p in parts if p is not None for v in p):
+                raise DataError(f"{key!r} is a value per token in one batch and something else in another; rename one of them")
+        elif all(p is None or _rows(p) == n for p, n in zip(parts, sizes)):
+            metadata[key] = _join(parts, sizes, {"is_padding": False, "rewards": math.nan}.get(key))
         elif all(_same(p, parts[0]) for p in parts):
             metadata[key] = parts[0]
     return Batch(values, metadata)

@@ -20,32 +20,42 @@ def pad_token_id(
     tokenizer: Any,
 ) -> int:  # the tokenizer's pad token, else its end-of-sequence token, else 0
     """What fills up a rectangle; masks say what is padding, so any id will do."""
-    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+    for found in (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)):
         if found is not None:
             return int(found[0] if isinstance(found, (list, tuple)) else found)
     return 0
 
 # %% ../../nbs/10_tokens.render.ipynb #f8bcf550
 _LITERAL: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()  # tokenizer -> (size, copy of its core that knows no special tokens)
-_SPECIAL: WeakKeyDictionary[Any, tuple[int, re.Pattern[str] | None]] = WeakKeyDictionary()  # tokenizer -> (size, its special tokens)
+_SPECIAL: WeakKeyDictionary[Any, tuple[int, dict[str, int], re.Pattern[str] | None]] = WeakKeyDictionary()  # tokenizer -> (size, special tokens, what matches one)
 _MARKS = [chr(c) for c in range(0xE0F0, 0xE100)]  # private use: no meaning in any text
+
+
+def _size(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+
+
+def _special(tokenizer: Any) -> dict[str, int]:
+    """Special tokens, text -> id."""
+    if (known := _SPECIAL.get(tokenizer)) is not None and known[0] == _size(tokenizer):
+        return known[1]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {t.content: int(i) for i, t in added.items() if t.special and t.content}
+    pattern = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True))) if special else None
+    _SPECIAL[tokenizer] = _size(tokenizer), special, pattern
+    return special
 
 
 def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     """What matches the text of a special token; None where there are none."""
-    size = len(tokenizer)
-    if (known := _SPECIAL.get(tokenizer)) is not None and known[0] == size:
-        return known[1]
-    texts = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content]
-    pattern = re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True))) if texts else None
-    _SPECIAL[tokenizer] = (size, pattern)
-    return pattern
+    _special(tokenizer)
+    return _SPECIAL[tokenizer][2]
 
 
 def _literal_encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text in which special tokens are ordinary characters."""
     size, core = _LITERAL.get(tokenizer, (0, None))
-    if core is None or size != len(tokenizer):
+    if core is None or size != _size(tokenizer):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise DataError(f"a message holds the text of a special token, and {type(tokenizer).__name__} cannot encode it as ordinary text; use a fast tokenizer, or remove it")
@@ -53,7 +63,7 @@ def _literal_encode(tokenizer: Any, text: str) -> list[int]:
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = True
-        _LITERAL[tokenizer] = len(tokenizer), core
+        _LITERAL[tokenizer] = _size(tokenizer), core
     return core.encode(text, add_special_tokens=False).ids
 
 # %% ../../nbs/10_tokens.render.ipynb #950071c1
@@ -114,7 +124,7 @@ def _piecewise(tokenizer: Any, text: str, mark: str) -> list[int]:
         piece = piece.replace(mark, "") if mark else piece
         ids += _literal_encode(tokenizer, piece) if piece else []
         if match:
-            ids.append(int(tokenizer.convert_tokens_to_ids(match[0])))
+            ids.append(_special(tokenizer)[match[0]])
             at = match.end()
     return ids
 
@@ -201,7 +211,7 @@ def _plain(tokenizer: Any, text: str) -> list[int]:
     extra = len(ids) - len(bare)
     front = next((n for n in range(extra + 1) if ids[n : n + len(bare)] == bare), 0)
     if not bare:
-        front = 1 if ids[:1] == [tokenizer.bos_token_id] else 0
+        front = 1 if ids[:1] == [getattr(tokenizer, "bos_token_id", None)] else 0
     if front + len(bare) == 0:
         raise DataError("the prompt is empty: it has no token to continue from")
     return ids[: front + len(bare)]
@@ -292,7 +302,6 @@ def _ended(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[list[int
     """With an end-of-sequence token where the template ends the last turn with no special token: a model must learn to stop."""
     size = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
     eos = tokenizer.eos_token_id
-    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    if eos is None or not size or tokens[size - 1] in special:
+    if eos is None or not size or tokens[size - 1] in _special(tokenizer).values():
         return tokens, mask
     return [*tokens[:size], int(eos)], [*mask[:size], 1]
