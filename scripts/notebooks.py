@@ -15,7 +15,6 @@ import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
-FLAGS = "slow gpu vllm network browser"
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
@@ -33,10 +32,6 @@ def readme_text() -> str:
         if body:
             parts.append(body if cell.cell_type == "markdown" else f"```python\n{body}\n```")
     return "\n\n".join(parts) + "\n"
-
-
-def _room_notebooks(nbs: Path) -> list[Path]:
-    return sorted(p for p in nbs.glob("[0-9]*.ipynb"))
 
 
 @app.command()
@@ -77,7 +72,7 @@ def export() -> None:
 @app.command()
 def test(workers: int = 2, path: str = typer.Option("", help="one notebook or folder; default: all but the tutorials")) -> None:
     """Run the notebooks' own cells (the tutorials run in a real kernel, from pytest)."""
-    target = ["--path", path] if path else ["--skip_file_re", "^(0[0-9]_[a-z]+_[a-z]+|index)$"]
+    target = ["--path", path] if path else []
     env_threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     os.environ.update({k: os.environ.get(k, v) for k, v in env_threads.items()})
     sys.exit(_run("nbdev_test", "--n_workers", str(workers), "--skip_folder_re", "^tutorials$", "--timing", *target))
