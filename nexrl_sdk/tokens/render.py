@@ -266,10 +266,10 @@ def _chat_example(tokenizer: Any, messages: list[dict[str, Any]], turns: str, kw
         if not text.startswith(done):
             raise DataError(f"the chat template rewrites earlier turns once message {i} is added, so they cannot all be learned from one text; use turns='last', or an example a turn")
         end = _answer_end(tokenizer, guarded, i, text, kwargs)
-        pieces = [_encode(tokenizer, part, mark) for part in (text[len(done) : begin], text[begin:end], text[end:])]
-        for piece, learned in zip(pieces, (0, 1, 0)):
-            tokens += piece
-            mask += [learned] * len(piece)
+        front, answer, whole = (_encode(tokenizer, part, mark) for part in (text[len(done) : begin], text[begin:end], text[begin:]))
+        after = whole[len(answer) :] if whole[: len(answer)] == answer else _encode(tokenizer, text[end:], mark)  # some tokens swallow the space behind them
+        tokens += [*front, *answer, *after]
+        mask += [0] * len(front) + [1] * len(answer) + [0] * len(after)
         done = text
     return _ended(tokenizer, tokens, mask)
 

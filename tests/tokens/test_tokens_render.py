@@ -186,6 +186,30 @@ def test_every_turn_or_the_last(family: str, tokenizer: Any) -> None:
     assert spoken(tokenizer, tokens, mask).strip() == f"second{FAMILIES[family]['end']}"
 
 
+def test_the_whole_is_transformers_own(family: str, tokenizer: Any) -> None:
+    talk = [{"role": "user", "content": "one ✓"}, {"role": "assistant", "content": "first 🙂"}, {"role": "user", "content": "two"}, {"role": "assistant", "content": "second"}]
+    tokens, _ = render_example(tokenizer, talk)
+    if family != "bare":  # which has no end of turn of its own
+        assert tokens == theirs(tokenizer, talk, generate=False)
+
+
+def test_tokens_that_swallow_the_space_behind_them() -> None:
+    from tokenizers import Tokenizer
+    from transformers import AddedToken, PreTrainedTokenizerFast
+
+    core = Tokenizer.from_str(make("chatml").backend_tokenizer.to_str())
+    core.add_special_tokens([AddedToken(t, rstrip=True, special=True, normalized=False) for t in ("<|say|>", "<|end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", additional_special_tokens=["<|say|>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|say|>", rstrip=True)], "eos_token": AddedToken("<|end|>", rstrip=True)})
+    tokenizer.chat_template = "{% for m in messages %}<|say|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|say|>assistant\n{% endif %}"
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "first"}, {"role": "user", "content": "two"}, {"role": "assistant", "content": "second"}]
+    assert len(tokenizer("<|end|>\n")["input_ids"]) == 1
+    tokens, mask = render_example(tokenizer, talk)
+    assert tokens == theirs(tokenizer, talk, generate=False) and spoken(tokenizer, tokens, mask) == "first<|end|>second<|end|>"
+    with pytest.raises(DataError, match="cannot encode it as ordinary text"):
+        render_prompt(tokenizer, "a <|end|> b", chat=True)
+
+
 def test_special_text_in_an_answer_does_not_end_it() -> None:
     tokenizer = make("chatml")
     tokens, mask = render_example(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "say <|im_end|> now"}])
