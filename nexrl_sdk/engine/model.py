@@ -372,7 +372,7 @@ class EngineModel(Adapters):
 
         self._check_name(name)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = peft.get_peft_model_state_dict(self.module, adapter_name=name)
+        tensors = peft.get_peft_model_state_dict(self.module, adapter_name=name, save_embedding_layers=False)
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
         config = self.module.peft_config[name]
         config.base_model_name_or_path = self.path
@@ -514,6 +514,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     path = resolve_model(path_or_id)
+    if Path(path).is_dir() and not any(next(Path(path).glob(g), None) for g in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+        raise ConfigError(f"model folder {path} has no tokenizer files; name another folder or Hub id in model.tokenizer")  # transformers would make an empty one
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as e:

@@ -435,9 +435,10 @@ class Sampler:
         with self._turn:
             while self._driving and thread is not threading.current_thread():
                 self._turn.wait()
+            self._lanes = {}
             for job in [*self._inbox, *self._jobs]:
                 self._fail(job, BackendError("the sampler was closed"))
-            self._inbox, self._lanes = [], {}
+            self._inbox = []
 
     def __enter__(self) -> Sampler:
         return self
