@@ -364,6 +364,8 @@ class SimpleRolloutWorker(BaseRolloutWorker):
         except _OURS:
             raise
         except Exception as e:  # noqa: BLE001 - what remains is recorded as the cause
+            if stop_flag is not None and stop_flag.is_set():
+                raise Interrupted("stopped while the backend failed") from e
             self.logger.warning("sampling %d prompts failed %d times: %s: %s", len(tasks), self.retries + 1, type(e).__name__, e)
             if len(tasks) == 1:
                 return [e]
