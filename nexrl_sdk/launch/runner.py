@@ -18,7 +18,7 @@ from ..types import ConfigError, Interrupted, NexRLError
 
 if TYPE_CHECKING:
     from nexrl_sdk.backend.base import Backend
-    from nexrl_sdk.trainer.base import Trainer
+    from nexrl_sdk.trainer.base import BaseTrainer
 
 # %% auto #0
 __all__ = ['summarize', 'free_folder', 'require_valid', 'run_recipe', 'resume_run']
@@ -46,7 +46,7 @@ def summarize(
 
 # %% ../../nbs/90_launch.runner.ipynb #c73f2b05
 def _finish(
-    trainer: Trainer,
+    trainer: BaseTrainer,
     run: Run,
     *,
     progress: bool,
@@ -72,14 +72,14 @@ def _finish(
     return summary
 
 
-def _save_last(trainer: Trainer, run: Run) -> None:
+def _save_last(trainer: BaseTrainer, run: Run) -> None:
     """A checkpoint of where the trainer stands, unless there is one or the recipe wants none."""
     if trainer.recipe.config.trainer.save_freq and trainer.step_count and run.latest_checkpoint() != run.checkpoint_path(trainer.step_count):
         trainer.save()
 
 
 @contextlib.contextmanager
-def _interrupts(trainer: Trainer, run: Run) -> Iterator[None]:
+def _interrupts(trainer: BaseTrainer, run: Run) -> Iterator[None]:
     """After an interrupt that left the trainer whole, save where it stands."""
     try:
         with writing(run.folder):

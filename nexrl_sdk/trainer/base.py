@@ -17,7 +17,7 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..algo.metrics import rollout_metrics, val_metrics
 from ..backend.base import Backend
@@ -27,9 +27,8 @@ from ..run.store import Run
 from ..types import BackendError, CheckpointError, ConfigError, DataError, EvaluatorError, Interrupted, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['TRAINERS', 'SCRATCH_BYTES', 'Trainer', 'StepResult', 'EvalResult', 'interruptible', 'Wiring', 'trainer_class',
-           'trainer_config', 'TrainerMeta', 'TrainerCore', 'Stages', 'Steps', 'Validation', 'Going', 'RunHandle',
-           'BaseTrainer']
+__all__ = ['TRAINERS', 'SCRATCH_BYTES', 'StepResult', 'EvalResult', 'interruptible', 'Wiring', 'trainer_class', 'trainer_config',
+           'TrainerMeta', 'TrainerCore', 'Stages', 'Steps', 'Validation', 'Going', 'RunHandle', 'BaseTrainer']
 
 # %% ../../nbs/70_trainer.base.ipynb #8c97d2ca
 @dataclass(frozen=True)
@@ -162,6 +161,7 @@ class TrainerCore(metaclass=TrainerMeta):
         self._in_step, self._scratch, self._by_hand, self._timing = False, None, set(), {}
         self._backend, self._worker, self._stream, self._val_items = self._wiring.backend, None, None, None
 
+    recipe: Any  # the Recipe; None for a bare configuration
     _backend: Backend | None
     _worker: Any
     _stream: DataStream | None
@@ -677,11 +677,14 @@ class BaseTrainer(Going):
         return f"{type(self).__name__}({name}, step {self._train_step} of {self._total_train_steps})"
 
     def _repr_html_(self) -> str:
-        from nexrl_sdk.view.html import card
+        from nexrl_sdk.view.rollouts import trainer_html
 
-        last = {k: v for k, v in (self.history[-1] if self.history else {}).items() if k in ("reward/mean", "loss", "grad_norm")}
-        name = self.recipe.config.experiment_name if self.recipe is not None else None
-        return card(type(self).__name__, {"recipe": name, "step": f"{self._train_step} of {self._total_train_steps}", "run folder": str(self.run_folder.folder) if self.run_folder else None, **last})
+        return trainer_html(self)
 
 
-Trainer = BaseTrainer
+if TYPE_CHECKING:
+
+    def Trainer(config: Any, backend: Backend | None = None, *, run: Any = None, callbacks: Sequence[Callable[..., None]] = ()) -> BaseTrainer:
+        """What TrainerMeta makes of `Trainer(recipe)`, for type checkers."""
+else:
+    Trainer = BaseTrainer

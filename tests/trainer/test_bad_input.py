@@ -110,7 +110,7 @@ def test_stop_flag_undoes_the_step():
             signal.raise_signal(signal.SIGINT)
 
     trainer.callbacks.append(stop)
-    with pytest.raises(Interrupted, match="step under way was undone|stopped"):
+    with pytest.raises(Interrupted, match="stopped"):
         trainer.fit(3, progress=False)
     trainer.callbacks.clear()
     assert trainer.step_count in (1, 2) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
