@@ -76,7 +76,7 @@ def main() -> None:
         trajectories = make(n)
         some = trajectories[:PEER_AT_MOST]
         assert same(some[:500])
-        took = interleaved({"ours": lambda t=trajectories: Batch.from_trajectories(t), "peer": lambda t=some: peer(t)}, rounds=max(3, min(9, 30_000 // n)))
+        took = interleaved({"ours": lambda t=trajectories: Batch.from_trajectories(t), "peer": lambda t=some: peer(t)}, rounds=6)
         rates[n], peer_rate = n / took["ours"], len(some) / took["peer"]
         ratios[n] = rates[n] / peer_rate
         print(f"{n:>13,} {rates[n]:>14,.0f} {peer_rate:>14,.0f} {ratios[n]:>6.1f}x")
