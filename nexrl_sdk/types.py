@@ -134,6 +134,11 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] | None = None  # [T][k] (token, logprob)
     prompt_logprobs: list[float] | None = None  # [prompt length], NaN first
 
+    def _repr_html_(self) -> str:
+        from nexrl_sdk.view.rollouts import completion_html
+
+        return completion_html(self)
+
 # %% ../nbs/00_types.ipynb #6d90a909
 @dataclass(slots=True)
 class Datum:
@@ -153,6 +158,11 @@ class Datum:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        from nexrl_sdk.view.rollouts import datum_html
+
+        return datum_html(self)
 
 # %% ../nbs/00_types.ipynb #cd1e3618
 _DEFAULTS: dict[str, Any] = {
@@ -265,6 +275,11 @@ class Trajectory(MutableMapping[str, Any]):
     def scored(self) -> bool:
         """Whether it has a finite reward that may enter a baseline."""
         return self.status == "ok" and isinstance(self.reward, (int, float)) and math.isfinite(self.reward)
+
+    def _repr_html_(self) -> str:
+        from nexrl_sdk.view.rollouts import trajectory_html
+
+        return trajectory_html(self)
 
     def __repr__(self) -> str:
         reward = "unscored" if self.reward is None else f"reward={self.reward:.3g}" if isinstance(self.reward, (int, float)) else repr(self.reward)
@@ -814,6 +829,11 @@ class Batch:
         """What a training service was sent."""
         metadata = {k: v for k, v in sent.get("metadata", {}).items() if k != "global_token_num"}
         return Batch({**sent["tensors"], **sent.get("values", {})}, metadata)
+
+    def _repr_html_(self) -> str:
+        from nexrl_sdk.view.rollouts import batch_html
+
+        return batch_html(self)
 
     def __repr__(self) -> str:
         shapes = [f"{k} {str(v.dtype).removeprefix('torch.')} {list(v.shape)}" if hasattr(v, "shape") else k for k, v in self.values.items()]
