@@ -12,7 +12,9 @@ _exports: dict[str, str] = {
     **dict.fromkeys(["Trajectory", "Batch", "Datum", "Completion", "SamplingParams", "AdamParams", "NexRLError"], "types"),
     "Recipe": "recipe.config",
     **dict.fromkeys(["Evaluator", "BaseEvaluationTarget", "EvaluationRunResult"], "rollout.evaluator"),
-    "SingleTurnWorker": "rollout.worker",
+    **dict.fromkeys(["SimpleRolloutWorker", "BaseRolloutWorker"], "rollout.worker"),
+    "Rollouts": "rollout.rollouts",
+    "TrajectoryPool": "rollout.pool",
     "Backend": "backend.base",
     "LocalBackend": "backend.local",
     "MockBackend": "backend.mock",
@@ -21,6 +23,7 @@ _exports: dict[str, str] = {
     "SelfHostedGrpoTrainer": "trainer.grpo",
     "SelfHostedCrossEntropyTrainer": "trainer.cross_entropy",
     "Run": "run.store",
+    "run_recipe": "launch.runner",
 }
 
 __all__ = ["__version__", *_exports]
