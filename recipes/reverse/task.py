@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -11,7 +12,7 @@ import random
 import secrets
 import shutil
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,20 @@ def warm_start_batch(
     return torch.cat([prompt_BL, mark_B1, prompt_BL.gather(1, order_BL), end_B1], dim=1)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """So small a model gains little from a second thread, and loses much where a neighbour wants it too."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def warm_start(seed: int) -> Qwen2ForCausalLM:
     """A new model after plain supervised learning: it can reverse, and seldom does."""
     import torch
@@ -121,7 +136,7 @@ def warm_start(seed: int) -> Qwen2ForCausalLM:
     generator = torch.Generator().manual_seed(seed)
     letters_NL = torch.tensor([[VOCABULARY.index(c) for c in s] for s in strings()[HELD_OUT:]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=how["lr"], weight_decay=0.0, fused=True)
-    for _ in trange(how["steps"], desc="warm start", unit="step", mininterval=0.25):
+    for _ in trange(how["steps"], desc="warm start", unit="step", mininterval=0.5):
         ids_BT = warm_start_batch(letters_NL, how["batch"], how["right"], how["copies"], generator)
         logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[:, LENGTH:]
         cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, LENGTH + 1 :].flatten()).backward()
