@@ -61,21 +61,35 @@ _FROM: dict[str, Callable[[Any], Any]] = {
 }
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {TAG: kind, "value": value}
 
 
 def _encode(value: Any) -> Any:
     """A value as strict JSON."""
-    if value is None or isinstance(value, (str, bool)):
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
         return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _tagged("float", str(float(value)))
-    if isinstance(value, int):
-        return int(value)
+    if kind is list:
+        return _encode_list(value)
+    if kind is dict:
+        return _encode_mapping(value)
+    if kind is float:
+        return value if math.isfinite(value) else _tagged("float", str(value))
+    return _encode_other(value)
+
+
+def _encode_other(value: Any) -> Any:
+    """Subclasses of plain kinds, arrays, and what JSON has no word for."""
+    for base in (str, int, float):
+        if isinstance(value, base):
+            return _encode(base(value))
     if isinstance(value, Mapping):
         return _encode_mapping(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (tuple, set, frozenset, list)):
         return _encode_list(list(value))
     if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch arrays and scalars
         return _encode(value.tolist())
@@ -113,7 +127,7 @@ def dumps(
     trajectory: Mapping[str, Any],
 ) -> str:  # one line of strict JSON
     """A trajectory as text, exactly."""
-    return json.dumps(_encode_mapping(trajectory), ensure_ascii=False, allow_nan=False)
+    return _JSON.encode(_encode_mapping(trajectory))
 
 
 def loads(

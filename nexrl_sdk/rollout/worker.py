@@ -11,7 +11,7 @@ import threading
 import traceback as tb
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .data import Item
@@ -86,7 +86,7 @@ def run_many(
         return many.results
     try:
         many.start(1)
-        if not many.wait(0.002):
+        if not many.wait(0.02):
             many.start(min(concurrency, len(items)) - 1)
         while not many.wait(0.05 if stop_flag or progress else None):
             if stop_flag is not None and stop_flag.is_set():
@@ -115,6 +115,7 @@ class Task:
     cut: int = 0  # tokens cut off at the left
     error: str | None = None  # why it cannot be asked
     trace: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)  # what its trajectories carry: data, seed, step, epoch, index, is_val
 
 
 def derive_seed(
@@ -138,7 +139,9 @@ def make_tasks(
         name = f"{item.epoch}:{item.index}"
         seen[name] = seen.get(name, 0) + 1
         group = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        tasks.append(Task(item, group, derive_seed(seed, "val" if is_val else "train", step, group)))
+        drawn = derive_seed(seed, "val" if is_val else "train", step, group)
+        fields = {"data": item.row, "seed": drawn, "step": step, "epoch": item.epoch, "index": item.index, "is_val": is_val}
+        tasks.append(Task(item, group, drawn, fields=fields))
     return tasks
 
 # %% ../../nbs/42_rollout.worker.ipynb #abc245cd
@@ -204,7 +207,7 @@ class WorkerHooks(ABC):
         n: int,  # answers to each
         sampling: SamplingParams,
         stop_flag: threading.Event | None,
-    ) -> list[list[Trajectory]]:  # one list a task
+    ) -> list[list[Trajectory]]:  # one list a task; each with the task's group_id and fields
         """Sample answers: one trajectory each, unscored, failures among them."""
 
     def with_temperature(
@@ -237,9 +240,6 @@ class BaseRolloutWorker(WorkerHooks):
         for task in tasks:
             self._render(task)
         answers = self.answer(tasks, n or self.group_size, sampling or self.sampling, stop_flag)
-        for task, group in zip(tasks, answers):
-            for t in group:
-                t.update(is_val=is_val, step=step, epoch=task.item.epoch, index=task.item.index, seed=task.seed, data=task.item.row)
         rollouts = Rollouts((t for group in answers for t in group), self.tokenizer)
         self._mask(rollouts)
         return self.score(rollouts, progress=progress, stop_flag=stop_flag)
@@ -288,7 +288,8 @@ class BaseRolloutWorker(WorkerHooks):
             task.text = str(task.item.row.get(self.prompt_key, ""))
             return
         self._fit(task, where)
-        task.text = self.tokenizer.decode(task.tokens, skip_special_tokens=False)
+        plain = isinstance(task.query, str) and not self.chat and self.system is None and not task.cut
+        task.text = task.query if plain else self.tokenizer.decode(task.tokens, skip_special_tokens=False)
 
     @property
     def context(self) -> int | None:
@@ -363,7 +364,7 @@ class SimpleRolloutWorker(BaseRolloutWorker):
             return list(self._retry(stop_flag)(self._call, tasks, n, sampling, stop_flag))
         except _OURS:
             raise
-        except Exception as e:  # noqa: BLE001 - what remains is recorded as the cause
+        except Exception as e:  # what remains is recorded as the cause
             if stop_flag is not None and stop_flag.is_set():
                 raise Interrupted("stopped while the backend failed") from e
             self.logger.warning("sampling %d prompts failed %d times: %s: %s", len(tasks), self.retries + 1, type(e).__name__, e)
@@ -400,7 +401,7 @@ class SimpleRolloutWorker(BaseRolloutWorker):
             return [self._trajectory(task, j, c, _until(text, sampling.stop)) for j, (c, text) in enumerate(zip(found, texts))]
         error = task.error if found is None else f"sampling failed: {type(found).__name__}: {found}"
         trace = task.trace if found is None else "".join(tb.format_exception(found))
-        fields = {"group_id": task.group_id, "prompt": task.text, "status": "failed", "error": error, **({"traceback": trace} if trace else {})}
+        fields = {**task.fields, "group_id": task.group_id, "prompt": task.text, "status": "failed", "error": error, **({"traceback": trace} if trace else {})}
         return [Trajectory(run_id=f"{task.group_id}/{j}", member=j, **fields) for j in range(n)]
 
     def _trajectory(self, task: Task, member: int, c: Completion, text: str) -> Trajectory:
@@ -414,6 +415,7 @@ class SimpleRolloutWorker(BaseRolloutWorker):
             group_id=task.group_id, run_id=f"{task.group_id}/{member}", member=member,
             weight_versions=[c.weight_version], finish_reason=c.finish_reason,
             prompt=task.text, response=text,
+            **task.fields,
             **{"prompt_messages": task.query} if not isinstance(task.query, str) else {},
             **{"prompt_cut": task.cut} if task.cut else {}, **aborted,
         )  # fmt: skip
