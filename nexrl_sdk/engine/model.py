@@ -458,6 +458,8 @@ def check_head(model: EngineModel) -> None:
         theirs = model.base(input_ids=ids[None], use_cache=False).logits[0].float()
         ours = model.head()(model.backbone(ids, None, [0, 3])).float()
     error, size = (theirs - ours).abs().max().item(), theirs.abs().max().item()
+    if not size < float("inf"):
+        raise ConfigError(f"the weights of {model.path or 'this model'} give logits that are not finite: they are damaged, or {str(model.dtype)[6:]} is too narrow for them")
     if not error <= (1e-3 if model.dtype == torch.float32 else 5e-2) * (1 + size):
         raise ConfigError(f"{type(model.base).__name__} does something to its logits that the engine does not know (they differ by {error:.2g}); it cannot be trained here")
 
@@ -493,7 +495,11 @@ def load_model(
     """Load a causal language model for learning and sampling."""
     path = resolve_model(path_or_id)
     module = _load_module(path, pick_dtype(dtype), pick_device(device), revision, trust_remote_code)
-    model = EngineModel(module, path, max_length)
+    model = EngineModel(module, path)
+    if max_length is not None:
+        if not 0 < max_length <= model.max_length:
+            raise ConfigError(f"max_length must be 1 to {model.max_length}, the context of {path}, not {max_length}")
+        model._limit = max_length
     check_head(model)
     if lora is not None and adapter is not None:
         raise ConfigError("give lora (a new adapter) or adapter (one from disk), not both")

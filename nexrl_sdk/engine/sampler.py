@@ -206,6 +206,7 @@ class Lane:
         self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
         self.max_batch, self.max_cache_tokens = max_batch, max_cache_tokens
         self.waiting: deque[Request] = deque()
+        self.pending = 0  # members of the waiting requests
         self.rows: list[Row] = []
         self.entering: list[Request] = []  # on their way from waiting to rows
         self.records = Records()
@@ -217,6 +218,11 @@ class Lane:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.rows and not self.waiting
+
+    def push(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        self.waiting.append(request)
+        self.pending += len(request.waiting)
 
     def cycle(self) -> list[Request]:
         """Let rows in, then one token for every row; returns the requests whose logits were not finite."""
@@ -230,9 +236,8 @@ class Lane:
 
     def _admit(self) -> list[Request]:
         """Let waiting members in while there is room: all of them, or an eighth of the batch at a time."""
-        total = sum(len(r.waiting) for r in self.waiting)
         free = self.max_batch - len(self.rows)
-        if not total or free < min(total, max(1, self.max_batch // 8)):
+        if not self.pending or free < min(self.pending, max(1, self.max_batch // 8)):
             return []
         chosen: list[tuple[Request, int]] = []
         widest = max((len(r.request.prompt) + r.request.limit for r in self.rows), default=0)
@@ -242,6 +247,7 @@ class Lane:
             if self.max_cache_tokens and (len(self.rows) + len(chosen) + 1) * widest > self.max_cache_tokens and self.rows + chosen:  # type: ignore[operator]
                 break
             chosen.append((request, request.waiting.popleft()))
+            self.pending -= 1
             if not request.waiting:
                 self.waiting.popleft()
         return self._enter(chosen) if chosen else []
@@ -292,7 +298,12 @@ class Lane:
             if self._shaping is None:
                 self._shaping = Shaping.of([self.rows[0].request.params], self.model.vocab_size, self.model.device)
             return self._shaping
-        return Shaping.of([r.request.params for r in self.rows[first:]], self.model.vocab_size, self.model.device)
+        if first or self._shaping is None:
+            each = Shaping.of([r.request.params for r in self.rows[first:]], self.model.vocab_size, self.model.device)
+            if first:
+                return each
+            self._shaping = each
+        return self._shaping
 
     def _emit(self, logits_nV: Tensor, first: int) -> list[Request]:
         """Draw and store a token for the rows from `first` on; rows at their end leave."""
@@ -357,6 +368,7 @@ class Lane:
     def forget(self, job: Job) -> None:
         """Drop everything of a job."""
         self.waiting = deque(r for r in self.waiting if r.job is not job)
+        self.pending = sum(len(r.waiting) for r in self.waiting)
         gone = np.array([r.request.job is job for r in self.rows], bool)
         if gone.any():
             self._drop(gone)
@@ -439,6 +451,12 @@ class Sampler:
             for job in [*self._inbox, *self._jobs]:
                 self._fail(job, BackendError("the sampler was closed"))
             self._inbox = []
+
+    def release(self) -> None:
+        """Free the caches while nothing is being sampled (a learner on the same device may want the memory); the next call makes them again."""
+        with self._turn:
+            if not self._driving:
+                self._lanes = {}
 
     def __enter__(self) -> Sampler:
         return self
@@ -571,6 +589,7 @@ class Sampler:
     def _lane(self, adapter: str | None) -> Lane:
         key = None if self.fused else adapter
         if key not in self._lanes:
+            self._lanes = {k: x for k, x in self._lanes.items() if not x.idle or k is None or k in self.model.adapters}
             decoder: Decoder = FusedDecoder(self.model) if self.fused else own_decoder(self.model, adapter)
             self._lanes[key] = Lane(decoder, self.model, self.tokenizer, self.max_batch, self.max_cache_tokens)
         return self._lanes[key]
@@ -601,7 +620,7 @@ class Sampler:
             try:
                 for request in job.requests:
                     if request.waiting:
-                        self._lane(request.adapter).waiting.append(request)
+                        self._lane(request.adapter).push(request)
             except Exception as e:  # noqa: BLE001 - whatever it is, the caller must hear of it, and the others go on
                 self._fail(job, e)
 

@@ -199,6 +199,8 @@ def test_bad_input_says_what_to_do(tmp_path):
     assert "did you mean 'reverse'" in message(lambda: load_model(tmp_path / "revers"))
     assert "no config.json" in message(lambda: load_model(tmp_path))
     assert "did you mean 'bfloat16'" in message(lambda: load_model(tmp_path / "reverse", dtype="bfloat61"))
+    assert "must be 1 to 128" in message(lambda: load_model(tmp_path / "reverse", max_length=129))
+    assert load_model(tmp_path / "reverse", max_length=64).max_length == 64
     assert "no tokenizer" in message(lambda: load_tokenizer(tmp_path / "reverse"))
     if not torch.cuda.is_available():
         assert "no CUDA device" in message(lambda: load_model(tmp_path / "reverse", device="cuda"))

@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nexrl_sdk.engine.decode import FusedDecoder
 from nexrl_sdk.engine.draw import Shaping, draw, inverse_cdf, streams, truncate, uniforms
 from nexrl_sdk.engine.model import EngineModel, LoraConfig
 from nexrl_sdk.engine.sampler import Sampler
@@ -72,6 +73,18 @@ def test_greedy_and_logprobs_are_transformers_own(name):
             assert np.abs(taken(whole_logprobs(oracle, p, g), g) - g.logprobs).max() < 1e-4
             for c in h:
                 assert np.abs(taken(whole_logprobs(oracle, p, c, 0.7), c) - c.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_window", "qwen3"])
+def test_attention_by_torchs_kernel_is_attention_by_two_products(name, monkeypatch):
+    """The path of GPUs, run on a CPU."""
+    params, own = SamplingParams(max_tokens=20, seed=0, stop=[]), prompts(3, 11, 24)
+    want = Sampler(EngineModel(build(name))).sample(own, params, n=3)
+    monkeypatch.setattr(FusedDecoder, "_attend_cpu", FusedDecoder._attend_sdpa)
+    got = Sampler(EngineModel(build(name)), max_batch=5).sample(own, params, n=3)
+    for a, b in zip(got, want):
+        for x, y in zip(a, b):
+            assert x.tokens == y.tokens and np.abs(np.subtract(x.logprobs, y.logprobs)).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2", "neox"])

@@ -244,6 +244,13 @@ def test_weights_that_break_and_are_mended_leave_no_trace():
     assert tokens(sampler.sample([[1, 2], [3]], params, 3)) == want
 
 
+def test_caches_can_be_released_between_calls():
+    sampler = Sampler(build("qwen2"))
+    want = tokens(sampler.sample(*CALLS[2]))
+    sampler.release()
+    assert not sampler._lanes and tokens(sampler.sample(*CALLS[2])) == want
+
+
 def test_closing_ends_what_is_under_way_and_is_idempotent():
     sampler = Sampler(build("qwen2"))
     seen, errors = slow(sampler), []
