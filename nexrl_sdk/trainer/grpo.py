@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..algo.advantages import group_advantages
+from ..algo.advantages import group_advantages, token_advantages
 from ..algo.losses import KL_ESTIMATORS, AdaptiveKLController, FixedKLController
 from .base import _get
 from .self_hosted import SelfHostedTrainer, preset_of
@@ -29,7 +29,8 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         self._preset = preset_of(algorithm)
         filters = _get(algorithm, "filter_zero_std")
         self._filter_zero_std = self._preset.filter_zero_std if filters is None else bool(filters)
-        self._do_old_log_prob = bool(_get(algorithm, "do_old_log_prob_compute", False))
+        corrected = _get(algorithm, "correction", "none") != "none"  # a correction weighs the sampler's logprobs against the learner's
+        self._do_old_log_prob = bool(_get(algorithm, "do_old_log_prob_compute", False)) or corrected
         self._use_kl_in_reward = bool(_get(algorithm, "use_kl_in_reward", False))
         self._kl_loss = float(_get(algorithm, "kl_loss_coef", 0.0)) > 0
         self._kl_estimator = _get(algorithm, "kl_estimator", "low_var_kl")
@@ -95,9 +96,12 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     def _compute_advantage(self, batch: Batch) -> Batch:
         """Advantages [B, T] from the sums of the token-level rewards, by group."""
         scores, mask = torch.as_tensor(batch.values["token_level_scores"]), torch.as_tensor(batch.values["loss_mask"])
-        rewards = scores.sum(1).double().numpy()
-        advantages = group_advantages(self._preset.advantage, rewards, _groups(batch), batch.metadata.get("run_ids"))
-        batch.values["advantages"] = torch.as_tensor(np.asarray(advantages, dtype=np.float32))[:, None] * mask
+        if self._use_kl_in_reward:  # rewards at many tokens: an estimator of returns needs them one by one
+            found = token_advantages(self._preset.advantage, scores, mask, _groups(batch), batch.metadata.get("run_ids"))
+        else:
+            one = group_advantages(self._preset.advantage, scores.sum(1).double().numpy(), _groups(batch), batch.metadata.get("run_ids"))
+            found = torch.as_tensor(np.asarray(one, dtype=np.float32))[:, None]
+        batch.values["advantages"] = (found * mask).float()
         return batch
 
     def _compute_data_metrics(self, batch: Batch) -> dict[str, float]:

@@ -119,9 +119,9 @@ class SelfHostedTrainer(BaseTrainer):
         batch = Batch.from_trajectories(usable, pad_token_id=self._pad_token_id)
         if usable:
             batch, extra = self._prepare_batch(batch)
-            metrics.update(extra)
+            metrics.update({**batch.metadata.get("step_metrics", {}), **extra})
             self._show_advantages(usable, batch)
-        batch.metadata["metrics"] = {**metrics, "batch/sequences": float(len(usable)), "time/prepare": time.perf_counter() - began}
+        batch.metadata["step_metrics"] = {**metrics, "batch/sequences": float(len(usable)), "time/prepare": time.perf_counter() - began}
         self._pending = trajectories
         return batch
 
@@ -143,7 +143,7 @@ class SelfHostedTrainer(BaseTrainer):
     ) -> dict[str, float]:  # all metrics of the step
         """Learn from a prepared batch: forward, backward, optimizer steps; counts as one training step."""
         began = time.perf_counter()
-        metrics = dict(batch.metadata.get("metrics", {}))
+        metrics = dict(batch.metadata.get("step_metrics", {}))
         if len(batch):
             sent = batch.to_nextrainer_batch()
             sent["metadata"]["global_step"] = self._train_step
@@ -165,7 +165,7 @@ class SelfHostedTrainer(BaseTrainer):
         """Reward statistics of a batch; logged with the step."""
         rewards = np.asarray(batch.metadata.get("rewards", []), dtype=np.float64)
         found = {"rollout/reward_mean": float(np.nanmean(rewards))} if rewards.size and not np.isnan(rewards).all() else {}
-        batch.metadata.setdefault("metrics", {}).update(found)
+        batch.metadata.setdefault("step_metrics", {}).update(found)
         return found
 
     def _compute_old_log_probs(self, batch: Batch) -> torch.Tensor:
