@@ -72,7 +72,7 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
     lines = [f"{result}  ({summary['steps']} steps, {summary['seconds']:.1f} s)", f"run folder       {folder}"]
     if report:
         lines.append(f"report           {folder}/report.html")
-    return "\n".join([*lines, "", "next", f"  another seed       nexrl run {recipe} --seed 1", f"  another setting    nexrl run {recipe} trainer.optim.lr=1e-4", "  your own task      nexrl init my_task"])
+    return "\n".join([*lines, "", "next", f"  another seed       nexrl run {recipe} --seed 1", f"  another setting    nexrl run {recipe} trajectory_pool.group_size=16", "  your own task      nexrl init my_task"])
 
 # %% ../../nbs/95_launch.cli.ipynb #50fa816b
 class Stopped(Exception):
@@ -226,7 +226,7 @@ def exit_code(
     """0 is success; 2 bad input; 130 an interrupt; 1 anything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, (ConfigError, DataError, RunFolderError)) else 1
+    return 2 if isinstance(error, (ConfigError, DataError, RunFolderError)) and not isinstance(error.__cause__, OSError) else 1
 
 
 def message_for(

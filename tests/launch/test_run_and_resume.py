@@ -26,6 +26,11 @@ STEPS = ["trainer.total_train_steps=8", "trainer.save_freq=3", "validate.eval.co
 def place(tmp_path_factory):
     """A folder with the template's recipe, and its model cached."""
     import torch
+    from transformers import AutoTokenizer, Qwen2ForCausalLM  # noqa: F401 - imported here once, and not in every child
+
+    import nexrl_sdk.backend.local
+    import nexrl_sdk.trainer.grpo
+    import nexrl_sdk.view.report  # noqa: F401
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("place")
@@ -68,6 +73,14 @@ def finish(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def in_child(place: Path, name: str, work) -> str:
+    """Run to the end in a forked process (never here: threads do not survive a fork); returns what it printed."""
+    code = finish(start(place, name, work))
+    text = (place / f"{name}.out").read_text()
+    assert code == 0, text
+    return text
+
+
 def record(folder: Path) -> dict:
     """What must be equal between runs: metrics without clocks, and sampled tokens."""
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -90,8 +103,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 @pytest.fixture(scope="module")
 def whole(place) -> dict:
     """The uninterrupted run, through the command line."""
-    pid = start(place, "whole", lambda: main(["run", "my_task", *STEPS, "--out", "runs/whole"]))
-    assert finish(pid) == 0, (place / "whole.out").read_text()
+    in_child(place, "whole", lambda: main(["run", "my_task", *STEPS, "--out", "runs/whole"]))
     return record(place / "runs/whole")
 
 
@@ -109,9 +121,13 @@ def test_what_a_run_leaves(place, whole):
 def test_the_function_and_the_command_give_the_same(place, whole):
     from nexrl_sdk import Recipe
 
-    summary = run_recipe(Recipe.load("my_task", STEPS), out="runs/function", progress=False, report=False)
-    assert record(place / "runs/function") == whole and summary["folder"] == str(place / "runs/function")
-    assert resume_run("runs/function")["reward/after"] == summary["reward/after"]
+    def work() -> None:
+        summary = run_recipe(Recipe.load("my_task", STEPS), out="runs/function", progress=False, report=False)
+        assert summary["folder"] == str(place / "runs/function")
+        assert resume_run("runs/function")["reward/after"] == summary["reward/after"]
+
+    in_child(place, "function", work)
+    assert record(place / "runs/function") == whole
 
 
 @pytest.mark.parametrize("name,signals", [("once", [signal.SIGINT]), ("twice", [signal.SIGINT, signal.SIGINT]), ("term", [signal.SIGTERM]), ("kill", [signal.SIGKILL])])
@@ -127,7 +143,7 @@ def test_interrupted_and_resumed(name, signals, place, whole):
     assert code == (-9 if name == "kill" else 130), text
     if name != "kill":
         assert f"nexrl resume runs/{name}" in text and "Traceback" not in text
-    assert finish(start(place, name, lambda: main(["resume", str(folder)]))) == 0, (place / f"{name}.out").read_text()
+    in_child(place, name, lambda: main(["resume", str(folder), "--no-report"]))
     assert record(folder) == whole
 
 
@@ -147,25 +163,48 @@ def test_killed_around_the_evaluations(event, step, place, whole):
     folder = place / f"runs/{event}{step}"
     recipe = Recipe.load("my_task", STEPS)
     assert finish(start(place, "killed", lambda: run_recipe(recipe, out=folder, progress=False, report=False, callbacks=[killed(event, step)]))) == -9
-    resume_run(folder, progress=False, report=False)
+    in_child(place, "resumed", lambda: resume_run(folder, progress=False, report=False))
     assert record(folder) == whole
 
 
-def test_a_run_that_fails_before_its_first_record_leaves_nothing(place, capsys):
-    with pytest.raises(SystemExit) as e:
-        main(["run", "my_task", "--out", "runs/none", "model.builder=null", "model.path=org/no-such-model"])
-    assert e.value.code in (1, 2) and not Path("runs/none").exists() and "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize("name,at", [("fsync", 12), ("replace", 9), ("rename", 1)])
+def test_a_full_disk(name, at, place, whole):
+    """From some write on, all fail: the message says what to do, and after it is done the run ends as if nothing had been."""
+    folder = place / f"runs/full_{name}"
+    real, seen = getattr(os, name), 0
+
+    def full(*args, **kwargs):
+        nonlocal seen
+        seen += 1
+        if seen > at:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    def work() -> None:
+        setattr(os, name, full)
+        main(["run", "my_task", *STEPS, "--out", str(folder), "--no-report"])
+
+    code = finish(start(place, "full", work))
+    text = (place / "full.out").read_text()
+    assert code == 1 and "error: no space left" in text and "nexrl resume" in text and "Traceback" not in text, text
+    in_child(place, "full", lambda: main(["resume", str(folder), "--no-report"]))
+    assert record(folder) == whole
+
+
+def test_a_run_that_fails_before_its_first_record_leaves_nothing(place):
+    code = finish(start(place, "none", lambda: main(["run", "my_task", "--out", "runs/none", "model.builder=null", "model.path=org/no-such-model"])))
+    text = (place / "none.out").read_text()
+    assert code in (1, 2) and not Path("runs/none").exists() and "Traceback" not in text and "no-such-model" in text
 
 
 def test_longer_than_it_was_meant_to_be(place, whole):
-    assert finish(start(place, "longer", lambda: main(["run", "my_task", *STEPS, "--steps", "5", "--out", "runs/longer", "--no-report"]))) == 0
-    assert finish(start(place, "longer", lambda: main(["resume", "runs/longer", "--steps", "8", "--no-report"]))) == 0, (place / "longer.out").read_text()
+    in_child(place, "longer", lambda: main(["run", "my_task", *STEPS, "--steps", "5", "--out", "runs/longer", "--no-report"]))
+    in_child(place, "longer", lambda: main(["resume", "runs/longer", "--steps", "8", "--no-report"]))
     got, want = record(place / "runs/longer"), whole
     assert [m for m in got["metrics"] if "loss" in m] == [m for m in want["metrics"] if "loss" in m]
 
 
 def test_the_template_learns(place):
-    from nexrl_sdk import Recipe
-
-    summary = run_recipe(Recipe.load("my_task"), out="runs/learns", progress=False, report=False)
+    in_child(place, "learns", lambda: main(["run", "my_task", "--out", "runs/learns", "--no-report"]))
+    summary = json.loads(Path("runs/learns/summary.json").read_text())
     assert summary["reward/after"] > summary["reward/before"] + 0.3
