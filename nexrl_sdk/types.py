@@ -68,8 +68,9 @@ def nearest(
 ) -> str:  # "; did you mean 'x'?", and the choices where they are few
     """The end of an error message: the nearest valid choice."""
     valid = sorted(str(c) for c in choices)
-    close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    close = difflib.get_close_matches(str(name), valid, n=3, cutoff=0.6)
+    swapped = [c for c in close if sorted(c) == sorted(str(name))]  # the same letters in another order come first
+    hint = f"; did you mean {[*swapped, *close][0]!r}?" if close else ""
     return hint + (f" (valid: {', '.join(valid)})" if len(valid) <= 24 else "")
 
 # %% ../nbs/00_types.ipynb #548972b6

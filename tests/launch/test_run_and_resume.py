@@ -26,11 +26,11 @@ STEPS = ["trainer.total_train_steps=8", "trainer.save_freq=3", "validate.eval.co
 def place(tmp_path_factory):
     """A folder with the template's recipe, and its model cached."""
     import torch
-    from transformers import AutoTokenizer, Qwen2ForCausalLM  # noqa: F401 - imported here once, and not in every child
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
 
     import nexrl_sdk.backend.local
     import nexrl_sdk.trainer.grpo
-    import nexrl_sdk.view.report  # noqa: F401
+    import nexrl_sdk.view.report
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("place")
