@@ -9,7 +9,7 @@ ini.read(Path(__file__).parents[2] / "settings.ini", encoding="utf-8")
 settings = ini["DEFAULT"]
 
 project, author, release = settings["title"], settings["author"], settings["version"]
-copyright = settings["copyright"]  # noqa: A001 - the name that Sphinx reads
+copyright = settings["copyright"]  # the name that Sphinx reads
 extensions = ["myst_nb"]
 root_doc = "_sphinx/contents"
 exclude_patterns = ["**/.ipynb_checkpoints", "_sphinx/conf.py"]
