@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from .schema import defaults
 from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['MOVES', 'REFUSED', 'DROPPED', 'Tree', 'read_yaml', 'compose', 'override', 'escape', 'resolve', 'Respelt', 'get_path',
-           'set_path', 'pop_path', 'respell']
+__all__ = ['MOST_VALUES', 'MOST_DEPTH', 'MOVES', 'REFUSED', 'DROPPED', 'Tree', 'check_size', 'read_yaml', 'compose', 'override',
+           'escape', 'resolve', 'Respelt', 'get_path', 'set_path', 'pop_path', 'respell']
 
 # %% ../../nbs/59_recipe.compose.ipynb #7b998c9a
 @dataclass
@@ -48,11 +48,40 @@ def _leaves(node: Any, prefix: str = "") -> Iterable[str]:
         yield from _leaves(value, f"{prefix}{key}.")
 
 
+MOST_VALUES, MOST_DEPTH = 100_000, 64  # of one file
+
+
+def check_size(
+    path: Path,  # a YAML file
+) -> None:
+    """Refuse a file whose anchors unfold to far more than it holds, or without end, before it is loaded."""
+    import yaml
+
+    sizes: dict[str | None, int] = {}
+    opened: list[tuple[str | None, int]] = []  # anchors of the nodes around, and the values counted before each
+    total = 0
+    with path.open(encoding="utf-8") as f:
+        for event in yaml.parse(f, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) and any(a == event.anchor for a, _ in opened):
+                raise ConfigError(f"{path}: the anchor &{event.anchor} holds itself; write its values out")
+            if isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = opened.pop()
+                sizes[anchor] = total - before
+            elif isinstance(event, yaml.NodeEvent):
+                total += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append((event.anchor, total - 1))
+            if total > MOST_VALUES or len(opened) > MOST_DEPTH:
+                what = f"more than {MOST_VALUES} values" if total > MOST_VALUES else f"values nested more than {MOST_DEPTH} deep"
+                raise ConfigError(f"{path} holds {what}, which is no recipe; rows belong in a file that data.data_files names")
+
+
 def read_yaml(
     path: Path,
 ) -> DictConfig:
     """One YAML file, as it stands."""
     try:
+        check_size(path)
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
@@ -132,7 +161,10 @@ def _included(entry: Any, path: Path, folders: Sequence[Path], trail: tuple[Path
     if name.startswith("override "):
         raise ConfigError(f"{path}: defaults entry {entry!r}: 'override' is not supported; leave the other entry out")
     candidates = [f / (name if name.endswith(".yaml") else f"{name}.yaml") for f in folders]
-    found = next((c for c in candidates if c.is_file() and c.resolve() != path), None)
+    there = [c for c in candidates if c.is_file()]
+    found = next((c for c in there if c.resolve() != path), None)
+    if there and found is None:
+        raise ConfigError(f"{_shown(path)}: defaults name {name!r}, which is this file itself; leave it out")
     if found is None:
         if optional:
             return Tree(OmegaConf.create({}))
@@ -165,7 +197,7 @@ def override(
             value = OmegaConf.from_dotlist([text.strip().lstrip("+").strip()])
             tree.values = OmegaConf.merge(tree.values, value)  # type: ignore[assignment]
         except Exception as e:
-            if isinstance(e, ConfigError) or not (isinstance(e, OmegaConfBaseException) or type(e).__module__.startswith("yaml")):
+            if isinstance(e, ConfigError) or not (isinstance(e, (OmegaConfBaseException, RecursionError)) or type(e).__module__.startswith("yaml")):
                 raise
             raise ConfigError(f"override {text!r} cannot be read: {' '.join(str(e).split())}") from e
         tree.origins.update(dict.fromkeys([name, *_leaves(OmegaConf.to_container(value), "")], f"the override {text!r}"))
@@ -199,6 +231,10 @@ def resolve(
 ) -> dict[str, Any]:  # the keys that the tree sets, with values
     """Replace every reference by its value."""
     raw = OmegaConf.to_container(tree.values)
+    wrong = {key: why for key, why in _odd(raw)}
+    if wrong:
+        places = {key: tree.origin(key.split(".")) for key in wrong}
+        raise ConfigError("\n".join(f"{key}: {why}" + (f" (in {places[key]})" if places[key] else "") for key, why in wrong.items()))
     text = str(raw)
     names = {n: os.environ[n] for n in _ENV.findall(text) if n in os.environ}
     try:
@@ -211,11 +247,33 @@ def resolve(
 
 def _unresolved(error: OmegaConfBaseException, tree: Tree) -> str:
     key, cause = str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0]
+    if not key:  # a list where there are sections
+        key = next((k for k in _leaves(defaults()) if isinstance(get_path(defaults(), k), dict) and isinstance(OmegaConf.select(tree.values, k), ListConfig)), "")
+        cause = "must be a section of keys, not a list" if key else cause
     where = tree.origin(key.replace("[", ".").replace("]", "").split("."))
     variable = re.search(r"'env\.(\w+)'", cause) or re.search(r"[Ee]nvironment variable '(\w+)'", cause)
     if variable:
         cause = f"the environment variable {variable.group(1)} is not set; set it, or give a default: ${{oc.env:{variable.group(1)},value}}"
     return f"{key or 'recipe'}: {cause}{f' (in {where})' if where else ''}"
+
+
+_ANY_TEXT = ("rollout_worker.stop", "rollout_worker.system_prompt")  # for the model, not for a file system
+
+
+def _odd(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys and values that YAML can hold and a recipe cannot."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        name = f"{prefix}{key}"
+        if isinstance(node, dict) and not isinstance(key, str):
+            yield name, f"a key must be text, not {type(key).__name__}; put it in quotes"
+        elif isinstance(value, (dict, list)):
+            yield from _odd(value, f"{name}.")
+        elif value == "???":
+            yield name, f"'???' stands for a value that is still to be given: write one, or run with {name}=VALUE"
+        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            yield name, "its text holds half a character (a lone surrogate), which no file can hold"
+        elif isinstance(value, str) and "\0" in value and not name.startswith(_ANY_TEXT):
+            yield name, "its text holds the character U+0000, which no name or path can hold"
 
 
 def _pick(raw: Any, full: Any) -> Any:

@@ -69,10 +69,20 @@ def check_tree(
         raise ConfigError(_report(found, tree))
     for section, keys in own.items():
         full[section].update(keys)
+    _check_name(full)
     _fit_pool(full, get_path(spelt.values, "data.batch_size") is not None)
     handling = full["runtime_monitor"]["exception_handling"]
     full["trainer"]["error_budget"] = error_budget(handling["policy"] if handling["enabled"] else "continue", full["trainer"]["error_budget"])
     return full
+
+
+def _check_name(full: Mapping[str, Any]) -> None:
+    """The experiment's name is a folder in runs/, unless output_dir says where the run goes."""
+    name = full["experiment_name"]
+    parts = Path(name).parts
+    if full["output_dir"] is None and (not parts or ".." in parts or Path(name).is_absolute() or max(len(p.encode()) for p in parts) > 200):
+        shown = name if len(name) <= 60 else f"{name[:60]}..."
+        raise ConfigError(f"experiment_name: {shown!r} cannot name a folder in runs/: give a name of up to 200 bytes without '..', or say in output_dir where the run goes")
 
 
 def _fit_pool(full: dict[str, Any], prompts_given: bool) -> None:

@@ -198,7 +198,7 @@ class Validate(Section):
     data: Rows | None = None  # null: no validation
     eval: Eval = Field(default_factory=Eval)
     n: Count = 1  # answers a prompt
-    ks: list[Count] = [1]  # for pass@k
+    ks: Annotated[list[Count], Field(min_length=1)] = [1]  # for pass@k
     temperature: NonNegative | None = None  # null: as in training; 0 is greedy
     max_samples: Count | None = None  # first rows only
 
@@ -249,7 +249,7 @@ class RecipeSchema(Section):
 
     project_name: str = "nexrl"
     experiment_name: str = "run"
-    seed: Amount = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     output_dir: str | None = None  # null: runs/<experiment_name>
     model: Model = Field(default_factory=Model)
     data: Data = Field(default_factory=Data)
