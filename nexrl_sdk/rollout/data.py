@@ -77,6 +77,7 @@ def _read_json(path: Path) -> Rows:
 def _read_csv(path: Path) -> Rows:
     reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
     rows: Rows = []
+    limit = csv.field_size_limit(2**31 - 1)  # a prompt may be longer than the module's 128 KiB
     try:
         header = next(reader, [])
         if len(set(header)) != len(header):
@@ -87,6 +88,8 @@ def _read_csv(path: Path) -> Rows:
             rows += [dict(zip(header, cells))] if cells else []
     except csv.Error as e:
         raise DataError(f"{path}, line {reader.line_num}: {e}") from e
+    finally:
+        csv.field_size_limit(limit)
     return rows
 
 

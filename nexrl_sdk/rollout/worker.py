@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .data import Item
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, as_evaluator, score
+from .evaluator import BaseEvaluationTarget, Evaluator, Score, as_evaluator, score
 from .rollouts import Rollouts
 from ..tokens.render import render_prompt
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, DataError, Interrupted, NexRLError, NonFiniteError, SamplingParams, Trajectory, nearest

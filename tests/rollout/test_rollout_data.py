@@ -62,6 +62,8 @@ def test_json_may_hold_the_list_under_one_name(tmp_path):
 def test_csv_keeps_text_as_it_stands(tmp_path):
     (tmp_path / "a.csv").write_bytes('\ufeffprompt,answer\r\n"a ""b"",\r\nc\u2028",007\r\n\r\nx\u2028y,\r\n'.encode())
     assert load_rows(tmp_path / "a.csv") == [{"prompt": 'a "b",\r\nc\u2028', "answer": "007"}, {"prompt": "x\u2028y", "answer": ""}]
+    (tmp_path / "long.csv").write_text("prompt\n" + "x" * 300_000 + "\n")
+    assert len(load_rows(tmp_path / "long.csv")[0]["prompt"]) == 300_000
 
 
 def test_functions_get_what_they_name(tmp_path):
