@@ -25,6 +25,8 @@ def colour_cells(app: object, docname: str, source: list[str]) -> None:
     """The cleaned notebooks do not name their language; the reader of them needs it to colour cells."""
     if Path(app.env.doc2path(docname)).suffix == ".ipynb":  # type: ignore[attr-defined]
         notebook = json.loads(source[0])
+        for cell in notebook["cells"]:
+            cell["source"] = [line for line in cell["source"] if not line.startswith("#|")]  # directives to the exporter
         notebook["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
         source[0] = json.dumps(notebook)
 
