@@ -24,7 +24,7 @@ LETTERS = "abcdefghij"
 LENGTH = 5  # letters in a prompt
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 VOCABULARY = [PAD, EOS, UNK, ">", *string.ascii_letters, *"+-*/=.,?"]  # 64 characters
-HELD_OUT, TRAINED = 256, 8192  # strings: to be judged on, and to learn from by reinforcement
+HELD_OUT, TRAINED = 512, 8192  # strings: to be judged on, and to learn from by reinforcement
 SETTINGS: dict[str, Any] = {
     "model": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
     },
-    "warm_start": {"steps": 400, "batch": 64, "lr": 2e-3, "right": 0.3, "copies": 0.5},
+    "warm_start": {"steps": 400, "batch": 64, "lr": 2e-3, "right": 0.27, "copies": 0.5},
 }
 
 
@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
 
 @functools.cache
 def strings() -> list[str]:
-    """All 100,000 strings in one fixed random order: the first 256 are held out from every training."""
+    """All 100,000 strings in one fixed random order: the first 512 are held out from every training."""
     order = random.Random(20261).sample(range(len(LETTERS) ** LENGTH), len(LETTERS) ** LENGTH)
     return ["".join(LETTERS[i // len(LETTERS) ** k % len(LETTERS)] for k in range(LENGTH)) for i in order]
 

@@ -82,13 +82,13 @@ def local_copy(tmp_path_factory):
 
 
 @pytest.fixture()
-def recipe(local_copy, tiny_qwen2, tmp_path, monkeypatch):
+def recipe(local_copy, tiny, tmp_path, monkeypatch):
     """The recipe as it is run, but for where model and rows lie, and for size."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     small = ["data.batch_size=2", "trajectory_pool.group_size=2", "rollout_worker.max_tokens=6", "trainer.total_train_steps=1", "trainer.save_freq=0", "trainer.autocast=none"]
-    return Recipe.load(RECIPE, [f"data.hub={local_copy}", f"validate.data.hub={local_copy}", f"model.path={tiny_qwen2}", "model.max_length=2048", *small])
+    return Recipe.load(RECIPE, [f"data.hub={local_copy}", f"validate.data.hub={local_copy}", f"model.path={tiny(max_position_embeddings=1024)}", *small])
 
 
 def test_the_recipe_itself_is_valid_offline():
@@ -101,3 +101,21 @@ def test_rows_load_as_from_the_hub(recipe):
     assert [(r["question"], r["answer"]) for r in rows] == ROWS
     final_number = load_object("evaluator.py:final_number", RECIPE)
     assert [str(final_number(r["answer"])[0]) for r in rows] == ["72", "1200", "-3", "3.5"]
+
+
+def test_one_step_of_training(recipe):
+    """The whole way: Hub-shaped rows, chat template with the system prompt, answers, the evaluator, an update."""
+    from nexrl_sdk import Trainer
+
+    trainer = Trainer(recipe, run=False)
+    try:
+        result = trainer.step()
+        first = result.rollouts[0]
+        assert first.prompt.startswith("<|system|>Solve the problem") and first.prompt.endswith("<|end|><|assistant|>")
+        assert first.data["question"] in first.prompt and "####" not in first.prompt.split("<|user|>")[1]
+        assert {t.ground_truth for t in result.rollouts} <= {"72", "1200", "-3", "3.5"}
+        assert all(t.status == "ok" and t.reward in (0.0, 1.0) for t in result.rollouts)
+        assert result.metrics["eval/marked"] == 0.0 and result.metrics["errors/failed"] == 0
+        assert len(trainer.evaluate().rollouts) == len(ROWS)
+    finally:
+        trainer.backend.close()

@@ -37,7 +37,7 @@ def test_rows_are_right_distinct_and_held_out(task):
     train, held_out = task.train_rows(), task.val_rows()
     assert all(r["prompt"] == r["answer"][::-1] + ">" and len(r["answer"]) == 5 and set(r["answer"]) <= set("abcdefghij") for r in train + held_out)
     prompts = [r["prompt"] for r in train + held_out]
-    assert len(set(prompts)) == len(prompts) and len(held_out) == 256
+    assert len(set(prompts)) == len(prompts) and len(held_out) == 512
     assert train == task.train_rows()
 
 
@@ -50,7 +50,7 @@ def test_warm_start_never_sees_held_out_strings(task):
     finally:
         task.warm_start_batch = real
     strings = {"".join(task.VOCABULARY[i] for i in row) for row in seen[0].tolist()}
-    assert len(strings) == 100_000 - 256 and not strings & {r["answer"][::-1] for r in task.val_rows()}
+    assert len(strings) == 100_000 - 512 and not strings & {r["answer"][::-1] for r in task.val_rows()}
 
 
 @pytest.mark.parametrize(
