@@ -247,7 +247,8 @@ def main(
     arguments: list[str] | None = None,  # None: of the process
 ) -> None:
     """The `nexrl` command."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a scheduler's notice is a Ctrl-C
     try:
         code = app(arguments, standalone_mode=False)
@@ -258,6 +259,8 @@ def main(
             raise
         show() if show is not None else typer.echo(message_for(e), err=True)
         code = getattr(e, "exit_code", None) or exit_code(e)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(code if isinstance(code, int) else 0)
 
 
