@@ -85,14 +85,16 @@ class Columns:
             self.clock, self.start = width, np.zeros(0, np.int64)
         rows = max(self.rows, -(-(self.n + extra) // 8) * 8)
         low = min(self.low, self.clock - width)  # negative where the prompt is longer than all that is there
-        if rows > self.rows or low < 0 or self.clock + ahead > self.columns:
-            self._resize(like, rows, max(self.columns, -(-(self.clock - low + ahead) // 64) * 64), low)
+        columns = -(-(self.clock - low + ahead) // 8) * 8
+        loose = self.n == 0 and 2 * extra > self.rows and 3 * self.columns > 4 * columns  # gaps between rows cost bandwidth
+        if rows > self.rows or low < 0 or self.clock + ahead > self.columns or loose:
+            self._resize(like, rows, columns if loose else max(self.columns, columns), low)
 
     def make_way(self) -> None:
         """A free column at the clock: what lies before the oldest row is given up, and the buffer grows where that is little."""
         if self.clock >= self.columns:
             used = self.clock - self.low
-            columns = self.columns if used <= 0.75 * self.columns else -(-int(1.5 * used + 1) // 64) * 64
+            columns = self.columns if used <= 0.75 * self.columns else -(-int(1.5 * used + 8) // 8) * 8
             self._resize([b[..., 0, :, :, :].transpose(-2, -3) for b in self.buffers], self.rows, columns, self.low)
 
     def place(
