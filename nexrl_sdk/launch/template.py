@@ -5,6 +5,8 @@
 # %% ../../nbs/91_launch.template.ipynb #b0873f5e
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 from ..types import ConfigError
@@ -106,12 +108,17 @@ def build_model(seed, cache_dir):
 '''
 
 
+def _quoted(name: str) -> str:
+    """A folder's name as YAML takes it, in quotes where it is not plain."""
+    return name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and name.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n") else json.dumps(name, ensure_ascii=False)
+
+
 def write_template(
     folder: Path,  # made where it is missing; a recipe that is there stays
 ) -> list[Path]:  # what was written
     """Write a recipe to begin with."""
     folder = folder.expanduser()
-    files = {folder / "recipe.yaml": RECIPE.format(name=folder.resolve().name), folder / "task.py": TASK}
+    files = {folder / "recipe.yaml": RECIPE.format(name=_quoted(folder.resolve().name)), folder / "task.py": TASK}
     there = [p for p in files if p.exists()]
     if there:
         raise ConfigError(f"{there[0]} exists already, and nothing was written; choose another folder")

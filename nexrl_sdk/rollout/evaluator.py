@@ -22,9 +22,9 @@ from .code import load_object
 from ..types import ConfigError, EvaluatorError, nearest
 
 # %% auto #0
-__all__ = ['Reward', 'RESULT_KEYS', 'BaseEvaluationTarget', 'NexAUEvaluationTarget', 'EvaluationRunResult', 'Evaluator',
-           'FunctionEvaluator', 'name_of', 'as_result', 'as_evaluator', 'reward', 'WeightedRewards', 'Score', 'score',
-           'within']
+__all__ = ['Reward', 'RESULT_KEYS', 'LARGEST', 'BaseEvaluationTarget', 'NexAUEvaluationTarget', 'EvaluationRunResult',
+           'Evaluator', 'FunctionEvaluator', 'name_of', 'as_result', 'as_evaluator', 'reward', 'WeightedRewards',
+           'Score', 'score', 'within']
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #7551ebb1
 @dataclass
@@ -231,6 +231,9 @@ class WeightedRewards(Evaluator):
         return f"WeightedRewards({', '.join(f'{w:g} x {n}' for n, w in zip(self.names, self.weights))})"
 
 
+LARGEST = 1e30  # of a reward or metric: squares and sums of many stay finite
+
+
 def _number(what: str, value: Any) -> float:
     """A finite float of any kind of number; EvaluatorError where it is none."""
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # numpy and torch scalars
@@ -241,6 +244,8 @@ def _number(what: str, value: Any) -> float:
         raise EvaluatorError(f"{what} must be a number, not {type(value).__name__} {shown[:80]}{'…' if len(shown) > 80 else ''}{hint}")
     if not math.isfinite(value):
         raise EvaluatorError(f"{what} must be finite, not {float(value)}; None is for an answer that cannot be scored")
+    if abs(float(value)) > LARGEST:
+        raise EvaluatorError(f"{what} must be between -{LARGEST:g} and {LARGEST:g}, or means and gradients overflow; scale it down")
     return float(value)
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #304a927d
@@ -276,9 +281,20 @@ def score(
         result = within(timeout, lambda: evaluator.evaluate(dict(row), judged))
         return _score_of(as_result(result))
     except EvaluatorError as e:
-        return Score("error", error=str(e), traceback=_trace(e))
-    except (Exception, SystemExit) as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
-        return Score("error", error=f"the evaluator raised {type(e).__name__}: {e}", traceback=_trace(e))
+        return Score("error", error=_said(e), traceback=_trace(e))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
+        return Score("error", error=f"the evaluator raised {type(e).__name__}: {_said(e)}".removesuffix(": "), traceback=_trace(e))
+
+
+def _said(error: BaseException) -> str:
+    """An exception's message, its beginning where it is long."""
+    try:
+        text = str(error)
+    except Exception as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
+        return f"(its message cannot be read: {type(e).__name__})"
+    return text if len(text) <= 2000 else f"{text[:2000]}… ({len(text) - 2000} more characters)"
 
 
 def _trace(error: BaseException) -> str:

@@ -95,7 +95,14 @@ def _encode_other(value: Any) -> Any:
         return _encode(value.tolist())
     if type(value) in _TO:
         return _tagged(type(value).__name__, _TO[type(value)](value))
-    return _encode(Unsaved(type(value).__name__, repr(value)[:200]))
+    return _encode(Unsaved(type(value).__name__, _shown(value)))
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception as e:  # noqa: BLE001 - a user's object may raise anything
+        return f"(its repr raised {type(e).__name__})"
 
 
 def _encode_list(values: list[Any]) -> list[Any]:
@@ -126,8 +133,21 @@ def _decode(value: Any) -> Any:
 def dumps(
     trajectory: Mapping[str, Any],
 ) -> str:  # one line of strict JSON
-    """A trajectory as text, exactly."""
-    return _JSON.encode(_encode_mapping(trajectory))
+    """A trajectory as text, exactly; a field that cannot be written becomes an `Unsaved`."""
+    try:
+        return _JSON.encode(_encode_mapping(trajectory))
+    except (RecursionError, ValueError):  # a value that holds itself, a whole number of thousands of digits
+        return _JSON.encode({str(k): _writable(v) for k, v in trajectory.items()})
+
+
+def _writable(value: Any) -> Any:
+    """A field's value as strict JSON, or what kind it was of."""
+    try:
+        encoded = _encode(value)
+        _JSON.encode(encoded)
+        return encoded
+    except (RecursionError, ValueError) as e:
+        return _encode(Unsaved(type(value).__name__, f"(cannot be written: {type(e).__name__})"))
 
 
 def loads(
@@ -149,7 +169,7 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def _save_jsonl(trajectories: Iterable[Trajectory], path: Path) -> None:
-    path.write_text("".join(dumps(t) + "\n" for t in trajectories), encoding="utf-8")
+    path.write_text("".join(dumps(t) + "\n" for t in trajectories), encoding="utf-8", errors="backslashreplace")  # half a character becomes its JSON escape
 
 
 def _load_jsonl(path: Path) -> list[Trajectory]:
@@ -166,13 +186,17 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, list) and set(map(type, v)) <= {kind}
 
 
+def _is_text(value: Any) -> bool:
+    return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
+
+
 _COLUMNS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # name -> (type in the file, whether a value fits it exactly)
-    "group_id": ("String", lambda v: type(v) is str),
-    "run_id": ("String", lambda v: type(v) is str),
-    "status": ("String", lambda v: type(v) is str),
+    "group_id": ("String", _is_text),
+    "run_id": ("String", _is_text),
+    "status": ("String", _is_text),
     "reward": ("Float64", lambda v: type(v) is float),
-    "prompt": ("String", lambda v: type(v) is str),
-    "response": ("String", lambda v: type(v) is str),
+    "prompt": ("String", _is_text),
+    "response": ("String", _is_text),
     "tokens": ("Int64", _is_list_of(int)),
     "loss_mask": ("Int64", _is_list_of(int)),
     "logprobs": ("Float64", _is_list_of(float)),
@@ -187,7 +211,7 @@ def _save_parquet(trajectories: Iterable[Trajectory], path: Path) -> None:
     fits = [{k for k, (_, exact) in _COLUMNS.items() if k in t and exact(t[k])} for t in every]
     kinds = {k: getattr(pl, kind) for k, (kind, _) in _COLUMNS.items()}
     columns = [pl.Series(k, [t[k] if k in f else None for t, f in zip(every, fits)], dtype=pl.List(kind) if k in lists else kind) for k, kind in kinds.items()]
-    rest = [dumps({k: v for k, v in t.items() if k not in f}) for t, f in zip(every, fits)]
+    rest = [dumps({k: v for k, v in t.items() if k not in f}).encode("utf-8", "backslashreplace").decode() for t, f in zip(every, fits)]
     pl.DataFrame([*columns, pl.Series("rest", rest, dtype=pl.String)]).write_parquet(path)
 
 

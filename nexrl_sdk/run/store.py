@@ -37,18 +37,23 @@ __all__ = ['FREE_KEYS', 'BEGUN', 'writing', 'write_whole', 'take_lock', 'read_li
 
 # %% ../../nbs/51_run.store.ipynb #23fa0893
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @contextlib.contextmanager
 def writing(
     folder: Path,  # the run folder
 ) -> Iterator[None]:
-    """Turn 'no space left' into an error that says how to go on."""
+    """Turn 'no space left', and a folder that cannot be written, into an error that says how to go on."""
     try:
         yield
     except OSError as e:
+        there = (folder / "run.json").is_file()
+        again = f"`nexrl resume {folder}`" if there else "start the run again"
         if e.errno in _FULL:
-            raise RunFolderError(f"no space left in {folder}; nothing is lost: free some space, then `nexrl resume {folder}`") from e
+            raise RunFolderError(f"no space left in {folder}; nothing is lost: free some space, then {again}") from e
+        if e.errno in _UNWRITABLE and e.filename is not None and Path(os.fsdecode(e.filename)).is_relative_to(folder):
+            raise RunFolderError(f"{folder} cannot be written ({e.strerror}); nothing is lost: make it writable, then {again}") from e
         raise
 
 
@@ -60,7 +65,7 @@ def write_whole(
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as f:
-            f.write(content.encode() if isinstance(content, str) else content)
+            f.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -98,21 +103,21 @@ def _me() -> str:
 # %% ../../nbs/51_run.store.ipynb #1f0847ad
 def read_lines(
     path: Path,  # a .jsonl file
-) -> tuple[list[dict[str, Any]], int]:  # the whole lines, and how many bytes they take
-    """Read JSON lines up to the first torn one."""
+) -> tuple[list[dict[str, Any]], int]:  # the whole lines, and where the last of them ends, in bytes
+    """Read JSON lines; what is no line of metrics is passed over."""
     lines: list[dict[str, Any]] = []
-    size = 0
+    size = here = 0
     if not path.exists():
         return lines, size
-    for raw in path.read_bytes().splitlines(keepends=True):
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        here += len(raw) + 1
         try:
-            line = json.loads(raw) if raw.endswith(b"\n") else None
-        except ValueError:
-            line = None
-        if not isinstance(line, dict):
-            break
-        lines.append(line)
-        size += len(raw)
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            lines.append(line)
+            size = here
     return lines, size
 
 
@@ -129,7 +134,7 @@ def append_line(
     with path.open("ab") as f:
         before = f.tell()
         try:
-            f.write(text.encode())
+            f.write(text.encode("utf-8", "backslashreplace"))
             f.flush()
             os.fsync(f.fileno())
         except OSError:
@@ -208,7 +213,9 @@ class Folder:
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "run.json").is_file():
             raise RunFolderError(f"{folder} is not a run folder: it holds no run.json")
-        self.info: dict[str, Any] = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+        self.info: dict[str, Any] = _read_object(self.folder / "run.json")
+        if "identity" not in self.info:
+            raise RunFolderError(f"{self.folder / 'run.json'} is damaged, so that nothing says which recipe the folder belongs to. Put it back from a copy; else start a new run, and load a checkpoint of {self.folder / 'checkpoints'} with Trainer(recipe).load(path)")
 
     def metric_lines(self) -> list[dict[str, float]]:
         """Every line of metrics.jsonl: `step` and the metrics; NaN where a value was not finite."""
@@ -227,8 +234,7 @@ class Folder:
     @property
     def summary(self) -> dict[str, Any]:
         """The summary of a finished run; empty before."""
-        path = self.folder / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return _read_object(self.folder / "summary.json")
 
     @property
     def last_step(self) -> int:
@@ -275,6 +281,15 @@ class Folder:
     def __repr__(self) -> str:
         state = "finished" if self.summary else "not finished"
         return f"{type(self).__name__}({str(self.folder)!r}, step {self.last_step}, {state})"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _step_of(path: Path) -> int | None:
@@ -384,7 +399,7 @@ class Run(Folder):
 
     def discard(self) -> None:
         """Remove the folder with everything in it."""
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
     def __enter__(self) -> Run:
@@ -396,6 +411,8 @@ class Run(Folder):
     def _writable(self) -> None:
         if self._lock is None and fcntl is not None:
             raise RunFolderError(f"this Run of {self.folder} is closed; Run.open it again")
+        if not (self.folder / "run.json").is_file():
+            raise RunFolderError(f"the run folder {self.folder} was removed or moved while the run went on, and nothing more is written there. Where it was moved: `nexrl resume` its new place; else start the run again")
 
     def log(
         self,

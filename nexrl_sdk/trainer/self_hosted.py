@@ -18,7 +18,7 @@ from ..algo.metrics import rollout_metrics
 from ..backend.service import ActorConfig, TrainServiceClient
 from ..tokens.render import pad_token_id
 from .base import BaseTrainer, _get
-from ..types import Batch, ConfigError, Trajectory, nearest
+from ..types import Batch, ConfigError, EvaluatorError, Trajectory, nearest
 
 # %% auto #0
 __all__ = ['SUPERVISED', 'preset_of', 'loss_settings', 'actor_config', 'SelfHostedTrainer']
@@ -115,6 +115,7 @@ class SelfHostedTrainer(BaseTrainer):
         began = time.perf_counter()
         self._check_errors(trajectories)
         usable = [t for t in trajectories if self._usable(t)]
+        self._check_unscored(trajectories, usable)
         metrics = rollout_metrics(trajectories)
         batch = Batch.from_trajectories(usable, pad_token_id=self._pad_token_id)
         if usable:
@@ -124,6 +125,12 @@ class SelfHostedTrainer(BaseTrainer):
         batch.metadata["step_metrics"] = {**metrics, "batch/sequences": float(len(usable)), "time/prepare": time.perf_counter() - began}
         self._pending = trajectories
         return batch
+
+    def _check_unscored(self, trajectories: Sequence[Trajectory], usable: Sequence[Trajectory]) -> None:
+        """An evaluator that has never given a reward is a mistake, not a run of bad luck."""
+        never = [t for t in trajectories if t.status == "unscored"]
+        if never and not usable and not any("reward/mean" in h for h in self.history):
+            raise EvaluatorError(f"no answer has a reward: {len(never)} of {len(trajectories)} are unscored ({never[0].error}), and none was scored before; nothing was trained on. The evaluator must return a number, or None only for answers that cannot be scored")
 
     def _usable(self, trajectory: Trajectory) -> bool:
         return trajectory.scored and not trajectory.is_val and trajectory.num_tokens > 1
