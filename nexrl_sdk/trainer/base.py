@@ -27,8 +27,9 @@ from ..run.store import Run
 from ..types import BackendError, CheckpointError, ConfigError, DataError, EvaluatorError, Interrupted, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['TRAINERS', 'SCRATCH_BYTES', 'StepResult', 'EvalResult', 'interruptible', 'Wiring', 'trainer_class', 'trainer_config',
-           'TrainerMeta', 'TrainerCore', 'Stages', 'Steps', 'Validation', 'Going', 'RunHandle', 'BaseTrainer']
+__all__ = ['TRAINERS', 'SCRATCH_BYTES', 'StepResult', 'EvalResult', 'History', 'interruptible', 'Wiring', 'trainer_class',
+           'trainer_config', 'TrainerMeta', 'TrainerCore', 'Stages', 'Steps', 'Validation', 'Going', 'RunHandle',
+           'BaseTrainer']
 
 # %% ../../nbs/70_trainer.base.ipynb #8c97d2ca
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ class EvalResult(StepResult):
 
     def __repr__(self) -> str:
         return f"EvalResult(after step {self.step}, {_brief(self.metrics)})"
+
+
+class History(list[dict[str, float]]):
+    """Metrics of steps, a dictionary each, that show themselves in a line."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "History(no steps)"
+        first, last = self[0], self[-1]
+        shown = [f"{k} {first[k]:.4g} -> {last[k]:.4g}" for k in ("reward/mean", "policy/entropy", "grad_norm") if k in first and k in last]
+        return f"History(steps {first['step']:.0f} to {last['step']:.0f}: {', '.join(shown)})"
 
 
 def _brief(metrics: Mapping[str, float]) -> str:
@@ -157,6 +169,7 @@ class TrainerCore(metaclass=TrainerMeta):
         self._train_step, self.history = 0, []
         self._stop_event, self._resume_event, self._thread = threading.Event(), threading.Event(), None
         self._resume_event.set()
+        self._idle_event = threading.Event()  # the background thread waits in a pause
         self._owns_backend, self._dirty, self._pending, self._validated = False, False, None, set()
         self._in_step, self._scratch, self._by_hand, self._timing = False, None, set(), {}
         self._backend, self._worker, self._stream, self._val_items = self._wiring.backend, None, None, None
@@ -216,6 +229,15 @@ class TrainerCore(metaclass=TrainerMeta):
         """Write records and checkpoints to this run folder from now on."""
         self.run_folder = run
 
+    def _not_beside_a_thread(self, what: str, paused: bool = True) -> None:
+        """Refuse what would meddle with training that is under way in the background."""
+        thread = self._thread
+        if thread is None or not thread.is_alive() or thread is threading.current_thread():
+            return
+        if not (paused and self._idle_event.is_set()):
+            first = "pause or stop it first, with `trainer.handle.pause()` or `trainer.handle.stop()`" if paused else "stop it first, with `trainer.handle.stop()`"
+            raise BackendError(f"{what}: this trainer is training in the background; {first}")
+
     def _emit(self, event: str, **payload: Any) -> None:
         for callback in self.callbacks:
             callback(event, payload)
@@ -257,6 +279,7 @@ class Stages(TrainerCore):
         n: int | None = None,  # prompts; None: data.batch_size
     ) -> Any:  # Rollouts, scored
         """Answer the next prompts and score the answers."""
+        self._not_beside_a_thread("rollout")
         before = self.stream.state_dict()
         try:
             with self._interruptible():
@@ -354,6 +377,7 @@ class Steps(Stages):
 
     def step(self) -> StepResult:
         """Rollout, score, prepare, update and publish, once."""
+        self._not_beside_a_thread("step")
         if self._dirty:
             raise BackendError(f"the last step was broken off half-way: call rewind({self._train_step}) first")
         began, count = time.perf_counter(), self._train_step
@@ -393,8 +417,9 @@ class Steps(Stages):
         steps: int | None = None,  # more steps; None: up to trainer.total_train_steps
         *,
         progress: bool = True,  # a live bar and table
-    ) -> list[dict[str, float]]:  # metrics of the steps done
+    ) -> History:  # metrics of the steps done
         """Train for many steps, validating and saving as the recipe says; Ctrl-C is safe."""
+        self._not_beside_a_thread("fit", paused=False)
         last = self._total_train_steps if steps is None else self._train_step + steps
         first = len(self.history)
         with interruptible(self._stop_event), self._live(last, progress) as live:
@@ -403,16 +428,17 @@ class Steps(Stages):
                 self._wait_while_paused()
                 live(self.step())
             self._validate_if_due(last)
-        return self.history[first:]
+        return History(self.history[first:])
 
     @abstractmethod
     def _validate_if_due(self, last: int) -> None:
         """Validate where the recipe says so, once a step."""
 
     def _wait_while_paused(self) -> None:
-        while not self._resume_event.wait(0.2):
-            if self._stop_event.is_set():
-                break
+        while not self._resume_event.is_set() and not self._stop_event.is_set():
+            self._idle_event.set()
+            self._resume_event.wait(0.2)
+        self._idle_event.clear()
         if self._stop_event.is_set():
             self._stop_event.clear()
             raise Interrupted(f"stopped after step {self._train_step}")
@@ -510,6 +536,7 @@ class Going(Validation):
 
     def load(self, path: str | Path) -> None:
         """Go to the state of a checkpoint, wherever it lies."""
+        self._not_beside_a_thread("load", paused=False)
         self.load_state_dict(self.backend.load(path))
         self.history = [h for h in self.history if h["step"] <= self._train_step]
         self._dirty, self._pending = False, None
@@ -519,9 +546,21 @@ class Going(Validation):
         run = self.run_folder
         if run is None:
             raise CheckpointError("this trainer has no run folder to resume: make it with run=Run.open(folder)")
-        newest = run.latest_checkpoint()
-        self._return_to(newest)
+        self._return_to_newest(run.checkpoints)
         return self._train_step
+
+    def _return_to_newest(self, checkpoints: Sequence[Path]) -> None:
+        """The newest checkpoint, or one before it where it is damaged: the steps between are done again, with the same result."""
+        first: CheckpointError | None = None
+        for checkpoint in reversed(checkpoints):
+            try:
+                return self._return_to(checkpoint)
+            except CheckpointError as e:
+                logging.getLogger(__name__).warning("%s", e)
+                first = first or e
+        if first is not None:
+            raise CheckpointError(f"{first}. No other checkpoint can be used; remove {checkpoints[-1].parent} to begin the run anew from its first step") from first
+        self._return_to(None)
 
     def _return_to(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:
@@ -547,6 +586,7 @@ class Going(Validation):
         step: int,  # to go back to; 0 is before training
     ) -> int:  # the step reached
         """Go back to the state after an earlier step."""
+        self._not_beside_a_thread("rewind", paused=False)
         if not 0 <= step <= self._train_step:
             raise ConfigError(f"rewind goes back to a step from 0 to {self._train_step}, not {step}")
         before, reached = self._checkpoint_before(step)
@@ -584,26 +624,36 @@ class RunHandle:
 
     @property
     def status(self) -> str:
-        """running, paused, done, stopped or failed."""
+        """running, pausing (the step under way is not done), paused, done, stopped or failed."""
         if self._thread.is_alive():
-            return "running" if self._trainer._resume_event.is_set() else "paused"
+            if self._trainer._resume_event.is_set():
+                return "running"
+            return "paused" if self._trainer._idle_event.is_set() else "pausing"
         if self.error is not None and not isinstance(self.error, Interrupted):
             return "failed"
         return "done" if self._trainer.step_count >= self._last else "stopped"
 
-    def pause(self) -> RunHandle:
+    def pause(
+        self,
+        timeout: float | None = 60.0,  # seconds to wait for the step under way; None: as long as it takes; 0: not at all
+    ) -> RunHandle:
         """Stop after the step under way, until `resume`."""
         self._trainer._resume_event.clear()
+        until = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while self.status == "pausing" and self._thread is not threading.current_thread() and time.monotonic() < until:
+            time.sleep(0.01)
         return self
 
     def resume(self) -> RunHandle:
         """Go on after a pause."""
+        self._trainer._idle_event.clear()
         self._trainer._resume_event.set()
         return self
 
     def stop(self, timeout: float | None = 60.0) -> RunHandle:
         """Undo the step under way and end the thread."""
         if self._thread.is_alive():
+            self._trainer._idle_event.clear()
             self._trainer._stop_event.set()
             self._trainer._resume_event.set()
         return self._join(timeout)
@@ -646,6 +696,7 @@ class BaseTrainer(Going):
             raise BackendError("this trainer is already training in the background: stop it, or wait for it")
         last = self._total_train_steps if steps is None else self._train_step + steps
         self._stop_event.clear()
+        self._idle_event.clear()
         self._resume_event.set()
         thread = threading.Thread(target=self._background, args=(last - self._train_step, progress), name="nexrl-trainer", daemon=True)
         self._thread, self.handle = thread, RunHandle(self, thread, last)
