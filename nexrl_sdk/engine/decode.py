@@ -391,7 +391,7 @@ class FusedDecoder:
         rows = pack_rows([0, *ends.tolist()], self.model.device)
         positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(self.model.device)
         x = self.llama.core.embed_tokens(tokens)
-        kv = torch.empty(len(self.layers), 2, len(tokens), self.llama.kv_heads, self.llama.head_dim, device=x.device, dtype=self._kept(x.dtype))
+        kv = torch.empty(len(self.layers), 2, len(tokens), self.llama.kv_heads, self.llama.head_dim, device=x.device, dtype=x.dtype)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             kv[i] = qkv[:, self.llama.heads :].unflatten(1, (2, -1)).transpose(0, 1)
@@ -439,16 +439,12 @@ class FusedDecoder:
         cache = self.cache
         cache.make_way()
         x = self.llama.core.embed_tokens(tokens_n)
-        attend = self._attend_cpu() if x.device.type == "cpu" else self._attend_sdpa()
+        attend = self._attend_products() if x.device.type == "cpu" and x.dtype == torch.float32 else self._attend_sdpa()
         hidden = self._run(x, *self._tables(self.lengths, x.dtype, self._longest), attend)
         cache.clock += 1
         self._longest += 1
         self.lengths += 1
         return self.head(hidden)
-
-    def _kept(self, dtype: torch.dtype) -> torch.dtype:
-        """What keys and values are kept in: float32 on CPU, which is faster there than bfloat16 and loses nothing."""
-        return torch.float32 if self.model.device.type == "cpu" else dtype
 
     def _views(self) -> tuple[Sequence[Tensor], Tensor]:
         """For each layer where the newest keys and values go [2, n, K, C], and all that are used [2, layers, n, K, T, C]."""
@@ -461,8 +457,8 @@ class FusedDecoder:
         place.copy_(qkv[:, heads:].view(len(qkv), 2, -1, qkv.shape[-1]).transpose(0, 1))
         return qkv[:, :heads]
 
-    def _attend_cpu(self) -> Callable[[int, Tensor], Tensor]:
-        """Attention as two batched products, the heads that share keys as rows of one matrix: on CPU faster than the fused kernel for so few queries."""
+    def _attend_products(self) -> Callable[[int, Tensor], Tensor]:
+        """Attention as two batched products, the heads that share keys as rows of one matrix: in float32 on CPU faster than the fused kernel for so few queries."""
         cache, heads, kv, width = self.cache, self.llama.heads, self.llama.kv_heads, self.llama.head_dim
         here, all_ = self._views()
         keys, values = (x.flatten(1, 2).unbind(0) for x in all_.unbind(0))
@@ -471,12 +467,12 @@ class FusedDecoder:
             mask = cache.mask[: cache.n, None, None, cache.low : cache.clock + 1].expand(-1, kv, -1, -1).flatten(0, 1)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            q = self._store(here[i], qkv).reshape(-1, heads // kv, width).to(keys[i].dtype)
+            q = self._store(here[i], qkv).reshape(-1, heads // kv, width)
             k, v, m, window = keys[i], values[i], mask, self.layers[i].window
             if window is not None and k.shape[1] > window:
                 k, v, m = k[:, -window:], v[:, -window:], None if m is None else m[..., -window:]
             scores = torch.bmm(q, k.transpose(1, 2)) if m is None else torch.baddbmm(m, q, k.transpose(1, 2))
-            return torch.bmm(scores.softmax(-1), v).view(len(qkv), -1).to(qkv.dtype)
+            return torch.bmm(scores.softmax(-1), v).view(len(qkv), -1)
 
         return attend
 

@@ -80,7 +80,7 @@ def test_attention_by_torchs_kernel_is_attention_by_two_products(name, monkeypat
     """The path of GPUs, run on a CPU."""
     params, own = SamplingParams(max_tokens=20, seed=0, stop=[]), prompts(3, 11, 24)
     want = Sampler(EngineModel(build(name))).sample(own, params, n=3)
-    monkeypatch.setattr(FusedDecoder, "_attend_cpu", FusedDecoder._attend_sdpa)
+    monkeypatch.setattr(FusedDecoder, "_attend_products", FusedDecoder._attend_sdpa)
     got = Sampler(EngineModel(build(name)), max_batch=5).sample(own, params, n=3)
     for a, b in zip(got, want):
         for x, y in zip(a, b):
