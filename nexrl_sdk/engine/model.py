@@ -473,6 +473,10 @@ def _load_module(path: str, dtype: Any, device: torch.device, revision: str | No
     except (OSError, ValueError) as e:
         where = "could not be loaded" if Path(path).is_dir() else "is neither a folder here nor a model that the Hub would give us"
         raise ConfigError(f"model {path!r} {where}: {str(e).splitlines()[0]}") from e
+    except Exception as e:
+        if not Path(path).is_dir() or isinstance(e, (torch.OutOfMemoryError, ImportError)):
+            raise
+        raise ConfigError(f"model folder {path} is damaged, or its config.json is another model's ({type(e).__name__}: {' '.join(str(e).split())[:300]}). Copy or download it again") from e
     module, info = loaded
     wrong = sorted(info.get("missing_keys", [])) + [str(x) for x in info.get("mismatched_keys", [])]
     if wrong:

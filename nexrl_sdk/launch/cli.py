@@ -239,28 +239,36 @@ def message_for(
         text = str(error) or "interrupted"
         return f"\n{text}{go_on or '; nothing was recorded, and no run folder is left'}"
     if isinstance(error, NexRLError):
-        return f"error: {error}" + ("" if "nexrl resume" in str(error) else go_on)
-    return f"error: {type(error).__name__}: {error}{go_on}\n(`nexrl --debug ...` shows where it came from)"
+        return f"error: {_capped(str(error))}" + ("" if "nexrl resume" in str(error) else go_on)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"error: {error.strerror}: {_capped(str(error.filename), 300)}{go_on}\n(`nexrl --debug ...` shows where it came from)"
+    return f"error: {type(error).__name__}: {_capped(str(error))}{go_on}\n(`nexrl --debug ...` shows where it came from)"
+
+
+def _capped(text: str, most: int = 4000) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
 def main(
     arguments: list[str] | None = None,  # None: of the process
 ) -> None:
     """The `nexrl` command."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a scheduler's notice is a Ctrl-C
+    notices = [n for n in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if n is not None and signal.getsignal(n) is signal.SIG_DFL]
+    for notice in notices:  # a scheduler's notice, or a terminal that closes, is a Ctrl-C
+        signal.signal(notice, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         code = app(arguments, standalone_mode=False)
-    except (KeyboardInterrupt, Exception) as wrapped:
+    except BaseException as wrapped:  # also what a user's code raises to leave
         e: BaseException = wrapped.interrupt if isinstance(wrapped, Stopped) else wrapped
         show = getattr(e, "show", None)  # an argument that typer refuses shows itself
         if _state["debug"] and show is None:
             raise
-        show() if show is not None else typer.echo(message_for(e), err=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            show() if show is not None else typer.echo(message_for(e), err=True)
         code = getattr(e, "exit_code", None) or exit_code(e)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for notice in notices:
+            signal.signal(notice, signal.SIG_DFL)
     sys.exit(code if isinstance(code, int) else 0)
 
 

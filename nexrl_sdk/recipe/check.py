@@ -61,7 +61,14 @@ def check_model(recipe: Recipe) -> Iterator[Finding]:
         yield _error("model.path", f"{folder} holds no weights (*.safetensors)")
     if m.tokenizer is None and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
         yield _error("model.tokenizer", f"{folder} holds no tokenizer; name one in model.tokenizer")
-    yield from _context(recipe, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        config = e
+    if isinstance(config, dict):
+        yield from _context(recipe, config)
+    else:
+        yield _error("model.path", f"{folder / 'config.json'} is damaged ({config if isinstance(config, ValueError) else 'it holds no object'}); copy or download the model again")
 
 
 def _context(recipe: Recipe, config: dict[str, Any]) -> Iterator[Finding]:

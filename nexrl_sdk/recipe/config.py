@@ -117,6 +117,8 @@ def _data_section(value: Any, role: str, live: dict[str, Any]) -> dict[str, Any]
         for key in ("rows", "data_files", "source"):
             if key in section and (key == "rows" or not _is_written(section[key])):
                 live[role] = section.pop(key)
+                if live[role] is None:
+                    raise ConfigError(f"{role}.{key}: rows must be a list, a data frame or a function, not None")
         return section
     if is_file_reference(value):
         return {"source": str(value)}

@@ -35,6 +35,12 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(f"{where}, column {e.colno}: not valid JSON: {e.msg}") from e
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{where}: {_unreadable(e)}") from e
+
+
+def _unreadable(error: Exception) -> str:
+    return "its values are nested too deep" if isinstance(error, RecursionError) else "it holds a number of thousands of digits; write it as text"
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -67,6 +73,8 @@ def _read_json(path: Path) -> Rows:
     except json.JSONDecodeError as e:
         hint = "; a file with one object a line must end in .jsonl" if e.msg == "Extra data" else ""
         raise DataError(f"{path}, line {e.lineno}, column {e.colno}: not valid JSON: {e.msg}{hint}") from e
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{path}: {_unreadable(e)}") from e
     if isinstance(value, dict) and len(value) == 1:
         value = next(iter(value.values()))  # {"data": [...]}
     if not isinstance(value, list):
@@ -325,7 +333,10 @@ class DataStream:
         if self._digest is None:
             n = len(self.rows)
             picked = [self.rows[i * n // min(n, 256)] for i in range(min(n, 256))]
-            content = json.dumps(picked, skipkeys=True, default=lambda v: type(v).__name__)
+            try:
+                content = json.dumps(picked, skipkeys=True, default=lambda v: type(v).__name__)
+            except (ValueError, RecursionError):  # a row that holds itself, a number of thousands of digits
+                content = json.dumps([{str(k): type(v).__name__ for k, v in row.items()} for row in picked])
             self._digest = f"{n}-{zlib.crc32(content.encode()):08x}"
         return self._digest
 

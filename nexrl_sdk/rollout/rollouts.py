@@ -384,4 +384,5 @@ def _series(name: str, values: list[Any]) -> pl.Series:
         values = [None if v is None else float(v) for v in values]
     elif len(kinds) > 1:
         values = [None if v is None else str(v) for v in values]
+    values = [v.encode("utf-8", "backslashreplace").decode() if isinstance(v, str) and not _is_text(v) else v for v in values]
     return cast("pl.Series", pl.Series(name, values, strict=False))
