@@ -59,7 +59,7 @@ class Model(Section):
     revision: str | None = None  # of a Hub model
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False  # less memory, a third more time
-    threads: Literal["auto"] | Count = "auto"  # CPU threads; auto: one for a tiny model
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"  # CPU threads; auto: one for a tiny model
 
 # %% ../../nbs/59_recipe.schema.ipynb #24ed43f1
 class Rows(Section):

@@ -36,6 +36,7 @@ def load(folder: Path, text: str, *overrides: str) -> Recipe:
         ("trainer: {optim: [1]}\n" + GOOD, "trainer.optim: must be a section of keys, not a list"),
         ("validate: {ks: []}\n" + GOOD, "validate.ks: must have 1 entries"),
         ("seed: 99999999999999999999999\n" + GOOD, "seed: must be less than"),
+        ("model: {path: m, threads: 1000000}\n", "model.threads: must be .*1024"),
         ("experiment_name: ../../x\n" + GOOD, "experiment_name: '../../x' cannot name a folder"),
         ("experiment_name: ''\n" + GOOD, "experiment_name: '' cannot name a folder"),
         (f"experiment_name: {'x' * 5000}\n" + GOOD, "experiment_name: 'xxx"),
