@@ -22,7 +22,7 @@ from nexrl_sdk.types import SamplingParams
 
 PROMPT, GROUP, NEW = 16, 8, 64
 SMALL = dict(vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-MEDIUM = dict(vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4)
+MEDIUM = dict(vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2)
 
 
 @dataclass
