@@ -218,7 +218,7 @@ class Learner(Trained):
         self,
         model: EngineModel,
         *,
-        token_budget: int = 4096,  # tokens of a micro-batch: activations of so many are held at once
+        token_budget: int = 2048,  # tokens of a micro-batch: activations of so many are held at once; on a CPU more is slower, a large GPU wants more
         autocast: str = "none",  # "bfloat16": matrix products in bfloat16 under float32 weights
         gradient_checkpointing: bool = False,  # recompute layers in backward: a third more time, a fraction of the memory
         head_chunk: int = 2048,  # rows of logits that are held at once
