@@ -16,7 +16,8 @@ from .config import Recipe, code_roles
 from ..types import ConfigError, DataError, NexRLError
 
 # %% auto #0
-__all__ = ['CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes', 'check_trackers', 'check_recipe']
+__all__ = ['UNCLIPPED', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes', 'check_clipping',
+           'check_trackers', 'check_recipe']
 
 # %% ../../nbs/61_recipe.check.ipynb #39162c72
 @dataclass(frozen=True)
@@ -161,6 +162,20 @@ def check_sizes(recipe: Recipe) -> Iterator[Finding]:
         yield _warning("trainer.optim.warmup_steps", f"{c.trainer.optim.warmup_steps} steps of warm-up are more than the {c.trainer.total_train_steps} steps of training")
 
 
+UNCLIPPED = ("importance_sampling", "cross_entropy", "dro")  # losses without a clip ratio
+
+
+def check_clipping(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the loss has a use for the clip ratios that are given."""
+    a = recipe.config.algorithm
+    given = [k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if a[k] is not None]
+    loss = a.loss_fn or {"rloo": "importance_sampling", "cross_entropy": "cross_entropy", "gspo": "gspo"}.get(a.type)
+    if given and loss in UNCLIPPED:
+        yield _error(f"algorithm.{given[0]}", f"the loss {loss!r} of {a.type} does not clip; leave it out, or set it to null")
+    if given and loss == "gspo" and min(a[k] for k in given) >= 0.05:
+        yield _warning(f"algorithm.{given[0]}", f"gspo compares whole sequences, whose ratios hardly move, so {a[given[0]]} clips nothing; leave it out for 3e-4 and 4e-4")
+
+
 def check_trackers(recipe: Recipe) -> Iterator[Finding]:
     """Whether the trackers that the recipe names are installed."""
     for name in recipe.config.logger.backend:
@@ -168,7 +183,7 @@ def check_trackers(recipe: Recipe) -> Iterator[Finding]:
             yield _error("logger.backend", f"{name!r} is not installed: pip install 'nexrl_sdk[track]', or leave it out")
 
 # %% ../../nbs/61_recipe.check.ipynb #a1b28e9b
-CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_trackers)
+CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_trackers)
 
 
 def check_recipe(

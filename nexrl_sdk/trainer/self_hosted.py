@@ -16,6 +16,7 @@ import torch
 from ..algo.losses import PRESETS, Preset
 from ..algo.metrics import rollout_metrics
 from ..backend.service import ActorConfig, TrainServiceClient
+from ..recipe.check import UNCLIPPED
 from ..tokens.render import pad_token_id
 from .base import BaseTrainer, _get
 from ..types import Batch, ConfigError, EvaluatorError, Trajectory, nearest
@@ -47,6 +48,8 @@ def loss_settings(
     config = dict(preset.loss_config) if loss_fn == preset.loss_fn else {}
     clip = _get(algorithm, "clip_ratio")
     low, high = _get(algorithm, "clip_ratio_low", clip), _get(algorithm, "clip_ratio_high", clip)
+    if loss_fn in UNCLIPPED and (low is not None or high is not None):
+        raise ConfigError(f"algorithm.clip_ratio: the loss {loss_fn!r} of {_get(algorithm, 'type', 'grpo')} does not clip; leave it out, or set it to null")
     for key, value in (("clip_low_threshold", None if low is None else 1 - low), ("clip_high_threshold", None if high is None else 1 + high),
                        ("dual_clip", _get(algorithm, "dual_clip")), ("kl_coef", _get(algorithm, "kl_loss_coef")), ("entropy_coef", _get(algorithm, "entropy_coef"))):  # fmt: skip
         if value:
@@ -149,6 +152,7 @@ class SelfHostedTrainer(BaseTrainer):
         batch: Batch,  # from prepare
     ) -> dict[str, float]:  # all metrics of the step
         """Learn from a prepared batch: forward, backward, optimizer steps; counts as one training step."""
+        self._not_beside_a_thread("update")
         began = time.perf_counter()
         metrics = dict(batch.metadata.get("step_metrics", {}))
         if len(batch):

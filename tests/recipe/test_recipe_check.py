@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from nexrl_sdk import Recipe
+from nexrl_sdk.recipe.check import check_clipping
+from nexrl_sdk.types import ConfigError
 
 pytest.importorskip("nexrl_sdk.rollout.evaluator")
 pytest.importorskip("nexrl_sdk.rollout.data")
@@ -81,3 +83,19 @@ def test_model_folders(model, tmp_path):
     assert "holds no config.json" in found(model)["model.path"]
     assert "did you mean 'tiny'" in found("./tinyy")["model.path"] or "there is no folder" in found("./tinyy")["model.path"]
     assert found("org/name") == {}
+
+
+@pytest.mark.parametrize("kind", ["rloo", "cross_entropy"])
+def test_a_clip_ratio_that_the_loss_cannot_use_is_named_before_the_model_is_loaded(kind):
+    recipe = Recipe(model="gpt2", data=[{"prompt": "a"}], evaluator=lambda row, answer: 1.0, algorithm={"type": kind, "clip_ratio": 0.2})
+    assert [f.key for f in check_clipping(recipe)] == ["algorithm.clip_ratio"]
+    from nexrl_sdk.trainer.self_hosted import loss_settings
+
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio.*does not clip"):
+        loss_settings(recipe.config.algorithm)
+
+
+def test_a_token_clip_ratio_for_sequences_is_warned_of():
+    settings = {"model": "gpt2", "data": [{"prompt": "a"}], "evaluator": lambda row, answer: 1.0}
+    assert [f.level for f in check_clipping(Recipe(**settings, algorithm={"type": "gspo", "clip_ratio": 0.2}))] == ["warning"]
+    assert not list(check_clipping(Recipe(**settings, algorithm="gspo")))
