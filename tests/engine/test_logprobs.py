@@ -33,14 +33,15 @@ def with_bias(shape: dict, v: int, dtype: torch.dtype = torch.float64) -> dict:
     return {**shape, "bias": torch.linspace(-1, 1, v, dtype=dtype).requires_grad_()} if shape.get("bias") else dict(shape)
 
 
+@pytest.mark.parametrize("keep", [0, 1000, 1 << 28])  # bytes of tiles kept for backward: none, some, all
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients_in_float64(shape: dict, tiles: tuple[int, int]) -> None:
+def test_values_and_gradients_in_float64(shape: dict, tiles: tuple[int, int], keep: int) -> None:
     h, w, t = make(10, 50, 8)
     kw = with_bias(shape, 50)
     inputs = [h, w] + ([kw["bias"]] if "bias" in kw else [])
     by = torch.linspace(-1, 2, 10, dtype=torch.float64), torch.linspace(0.5, -1.5, 10, dtype=torch.float64)
-    ours, theirs = fused_logprobs(h, w, t, entropy=True, chunk=tiles[0], block=tiles[1], **kw), textbook(h, w, t, **kw)
+    ours, theirs = fused_logprobs(h, w, t, entropy=True, chunk=tiles[0], block=tiles[1], keep=keep, **kw), textbook(h, w, t, **kw)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(sum((x * y).sum() for x, y in zip(pair, by)), inputs) for pair in (ours, theirs)]
@@ -55,6 +56,20 @@ def test_gradcheck(shape: dict) -> None:
     bias = kw.pop("bias", None)
     inputs = (h, w) if bias is None else (h, w, bias)
     assert torch.autograd.gradcheck(lambda h, w, b=None: fused_logprobs(h, w, t, entropy=True, bias=b, chunk=3, block=4, **kw), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_changes_no_bit_and_backward_can_run_twice(dtype: torch.dtype) -> None:
+    h, w, t = make(40, 300, 16, dtype)
+    mask = (torch.arange(40) % 3 > 0).float()
+    found = []
+    for keep in (0, 5000, 1 << 28):
+        out = (fused_logprobs(h, w, t, chunk=16, block=64, keep=keep) * mask).sum()
+        found += [torch.autograd.grad(out, (h, w), retain_graph=True), torch.autograd.grad(out, (h, w))]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other)) or dtype is torch.float32
+        for a, b in zip(found[0], other):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +158,8 @@ def test_temperature_must_be_above_zero(temperature: float) -> None:
         fused_logprobs(*make(2, 3, 2), temperature=temperature)
 
 
-def test_nothing_as_large_as_the_logits_is_ever_held() -> None:
+@pytest.mark.parametrize("keep", [0, 300_000])
+def test_nothing_as_large_as_the_logits_is_ever_held(keep: int) -> None:
     n, v = 256, 8192
     h, w, t = make(n, v, 8, torch.float32)
     seen = []
@@ -155,5 +171,9 @@ def test_nothing_as_large_as_the_logits_is_ever_held() -> None:
             return out
 
     with Watch():
-        fused_logprobs(h, w, t, chunk=64, block=512).sum().backward()
+        out = fused_logprobs(h, w, t, chunk=64, block=512, keep=keep)
+        kept = sum(x.numel() * x.element_size() for x in out.grad_fn.kept.tiles.values())
+        out.sum().backward()
+    assert (kept == 0) if keep == 0 else (0 < kept <= keep)
+    assert not out.grad_fn.kept.tiles
     assert max(seen) <= max(64 * 512, v * 8) < n * v / 30
