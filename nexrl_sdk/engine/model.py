@@ -464,12 +464,29 @@ def check_head(model: EngineModel) -> None:
         raise ConfigError(f"{type(model.base).__name__} does something to its logits that the engine does not know (they differ by {error:.2g}); it cannot be trained here")
 
 
+@contextmanager
+def _quiet_when_small(path: str) -> Iterator[None]:
+    """No bar for weights of less than 64 MB in a folder: they are loaded at once."""
+    from transformers.utils import logging
+
+    small = Path(path).is_dir() and sum(p.stat().st_size for p in Path(path).iterdir() if p.is_file()) < 64 << 20
+    shown = logging.is_progress_bar_enabled()
+    if small:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if small and shown:
+            logging.enable_progress_bar()
+
+
 def _load_module(path: str, dtype: Any, device: torch.device, revision: str | None, trust: bool) -> Any:
     """Weights from a folder or the Hub; raises ConfigError where some are missing or nothing is there."""
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, trust_remote_code=trust, attn_implementation="sdpa", output_loading_info=True)
+        with _quiet_when_small(path):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, trust_remote_code=trust, attn_implementation="sdpa", output_loading_info=True)
     except (OSError, ValueError) as e:
         where = "could not be loaded" if Path(path).is_dir() else "is neither a folder here nor a model that the Hub would give us"
         raise ConfigError(f"model {path!r} {where}: {str(e).splitlines()[0]}") from e

@@ -43,9 +43,18 @@ A recipe is a YAML file, or a folder with one. Any key can be changed for one ru
 _state = {"debug": False}
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"nexrl_sdk {version('nexrl_sdk')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)] = False,
 ) -> None:
     _state["debug"] = debug
 
@@ -72,7 +81,16 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
     lines = [f"{result}  ({summary['steps']} steps, {summary['seconds']:.1f} s)", f"run folder       {folder}"]
     if report:
         lines.append(f"report           {folder}/report.html")
-    return "\n".join([*lines, "", "next", f"  another seed       nexrl run {recipe} --seed 1", f"  another setting    nexrl run {recipe} trajectory_pool.group_size=16", "  your own task      nexrl init my_task"])
+    if not supervised and summary.get("group/frac_zero_std", 0.0) > 0.99:
+        lines.append("\nnothing to learn from: the answers to a prompt all had the same reward. Look at them in the report, then change the reward or the prompts")
+    return "\n".join([*lines, "", *_next_steps(folder, recipe, summary["steps"], supervised)])
+
+
+def _next_steps(folder: str, recipe: str, steps: int, supervised: bool) -> list[str]:
+    """What to try after a run."""
+    setting = "trainer.optim.lr=1e-4" if supervised else "trajectory_pool.group_size=16"
+    lines = ["next", f"  train further      nexrl resume {folder} --steps {max(1, 2 * steps)}", f"  another seed       nexrl run {recipe} --seed 1", f"  another setting    nexrl run {recipe} {setting}"]
+    return lines if Path("my_task").exists() else [*lines, "  your own task      nexrl init my_task"]
 
 # %% ../../nbs/95_launch.cli.ipynb #50fa816b
 class Stopped(Exception):

@@ -40,8 +40,8 @@ def summarize(
         before, after, of = held_out.get(0), held_out.get(steps), "held-out rows"
     else:
         before, after, of = _mean(trained[:10]), _mean(trained[-10:]), "training rows, the first and last ten steps"
-    losses = [line["loss"] for line in lines if "loss" in line]
-    summary = {"reward/before": before, "reward/after": after, "reward/of": of, "steps": steps, "seconds": round(seconds, 3)}
+    losses, alike = [line["loss"] for line in lines if "loss" in line], _mean([line["group/frac_zero_std"] for line in lines if "group/frac_zero_std" in line])
+    summary = {"reward/before": before, "reward/after": after, "reward/of": of, "steps": steps, "seconds": round(seconds, 3), **({} if alike is None else {"group/frac_zero_std": alike})}
     return {**summary, "loss/first": losses[0], "loss/last": losses[-1]} if losses else summary
 
 # %% ../../nbs/90_launch.runner.ipynb #c73f2b05

@@ -1,0 +1,37 @@
+"""What a run says last."""
+
+from __future__ import annotations
+
+import pytest
+
+from nexrl_sdk.launch.cli import _closing, main
+from nexrl_sdk.launch.runner import summarize
+
+
+def closing(folder, **more):
+    return _closing({"reward/before": 0.4, "reward/after": 0.9, "reward/of": "held-out rows", "steps": 20, "seconds": 1.0, "folder": str(folder), **more}, "recipes/reverse", True)
+
+
+def test_training_further_is_offered_and_a_template_only_where_none_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = closing(tmp_path / "runs/a")
+    assert "nexrl resume runs/a --steps 40" in said and "nexrl init my_task" in said
+    (tmp_path / "my_task").mkdir()
+    assert "nexrl init" not in closing(tmp_path / "runs/a")
+
+
+def test_rewards_that_never_differ_are_named(tmp_path):
+    lines = [{"step": i, "reward/mean": 1.0, "group/frac_zero_std": 1.0} for i in (1, 2)]
+    assert "nothing to learn from" in closing(tmp_path, **{"group/frac_zero_std": summarize(lines, 1.0)["group/frac_zero_std"]})
+    assert "nothing to learn from" not in closing(tmp_path, **{"group/frac_zero_std": 0.3})
+
+
+def test_supervised_learning_is_not_offered_groups(tmp_path):
+    said = closing(tmp_path, **{"reward/before": None, "reward/after": None, "loss/first": 2.0, "loss/last": 1.0})
+    assert "group_size" not in said and "trainer.optim.lr" in said and "loss" in said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("nexrl_sdk ")
