@@ -232,7 +232,7 @@ class _FusedLogprobs(torch.autograd.Function):
 
 # %% ../../nbs/21_engine.logprobs.ipynb #61b71ed6
 TILE = {"cpu": 1 << 22}  # entries: 16 MiB in float32, which malloc hands out again without new pages
-KEEP = 1 << 28  # bytes of projected tiles kept for backward
+KEEP = 320 << 20  # bytes of projected tiles kept for backward
 
 
 @overload
