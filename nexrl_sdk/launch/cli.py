@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..types import ConfigError, DataError, NexRLError, RunFolderError
+from ..types import ConfigError, DataError, EvaluatorError, NexRLError, RunFolderError
 
 # %% auto #0
 __all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'Stopped', 'stoppable', 'run', 'resume', 'validate', 'report',
@@ -253,6 +253,8 @@ def message_for(
     """What is said of an error."""
     folder = getattr(error, "run_folder", None)
     go_on = f"\ngo on with it: nexrl resume {_relative(folder)}" if folder else ""
+    if go_on and isinstance(error, EvaluatorError):
+        go_on += " (a run keeps its evaluator: where that has to be changed, begin a new one with nexrl run)"
     if isinstance(error, KeyboardInterrupt):
         text = str(error) or "interrupted"
         return f"\n{text}{go_on or '; nothing was recorded, and no run folder is left'}"

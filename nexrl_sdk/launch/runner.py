@@ -39,7 +39,8 @@ def summarize(
     if held_out:
         before, after, of = held_out.get(0), held_out.get(steps), "held-out rows"
     else:
-        before, after, of = _mean(trained[:10]), _mean(trained[-10:]), "training rows, the first and last ten steps"
+        n = max(1, min(10, len(trained) // 2))  # windows that do not overlap
+        before, after, of = _mean(trained[:n]), _mean(trained[-n:]), "training rows, the first and last " + ("ten steps" if n == 10 else "step" if n == 1 else f"{n} steps")
     losses, alike = [line["loss"] for line in lines if "loss" in line], _mean([line["group/frac_zero_std"] for line in lines if "group/frac_zero_std" in line])
     summary = {"reward/before": before, "reward/after": after, "reward/of": of, "steps": steps, "seconds": round(seconds, 3), **({} if alike is None else {"group/frac_zero_std": alike})}
     return {**summary, "loss/first": losses[0], "loss/last": losses[-1]} if losses else summary

@@ -72,9 +72,16 @@ def check_model(recipe: Recipe) -> Iterator[Finding]:
         yield _error("model.path", f"{folder / 'config.json'} is damaged ({config if isinstance(config, ValueError) else 'it holds no object'}); copy or download the model again")
 
 
+def _never_samples(recipe: Recipe) -> bool:
+    """Supervised learning without a validation writes no answers."""
+    return recipe.config.algorithm.type == "cross_entropy" and not recipe.has_validation()
+
+
 def _context(recipe: Recipe, config: dict[str, Any]) -> Iterator[Finding]:
     limit = recipe.config.model.max_length or config.get("max_position_embeddings") or config.get("n_positions")
     new, prompt = recipe.config.rollout_worker.max_tokens, recipe.config.data.max_prompt_length
+    if _never_samples(recipe):
+        return
     if limit and new >= limit:
         yield _error("rollout_worker.max_tokens", f"{new} new tokens leave no room for a prompt in a context of {limit}")
     elif limit and prompt and prompt + new > limit:
@@ -123,6 +130,8 @@ def check_data(recipe: Recipe) -> Iterator[Finding]:
     """Read the rows."""
     for validation in (False, True):
         key = "validate.data" if validation else "data"
+        if validation and _never_samples(recipe):
+            continue
         if validation and not recipe.has_validation():
             yield _warning(key, "there are no held-out rows: before and after will be training rewards")
             continue

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nexrl_sdk.launch.cli import _closing, main
+from nexrl_sdk.launch.cli import _closing, main, message_for
 from nexrl_sdk.launch.runner import summarize
+from nexrl_sdk.types import EvaluatorError
 
 
 def closing(folder, **more):
@@ -35,3 +36,15 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out.startswith("nexrl_sdk ")
+
+
+def test_the_first_and_last_steps_of_a_short_run_do_not_overlap():
+    lines = [{"step": i, "reward/mean": i / 4} for i in range(1, 5)]
+    summary = summarize(lines, 1.0)
+    assert (summary["reward/before"], summary["reward/after"]) == (0.375, 0.875) and "2 steps" in summary["reward/of"]
+
+
+def test_an_evaluator_that_has_to_be_changed_needs_a_new_run(tmp_path):
+    error = EvaluatorError("64 of 64 rollouts failed")
+    error.run_folder = str(tmp_path)
+    assert "nexrl resume" in message_for(error) and "begin a new one" in message_for(error)

@@ -99,3 +99,9 @@ def test_a_token_clip_ratio_for_sequences_is_warned_of():
     settings = {"model": "gpt2", "data": [{"prompt": "a"}], "evaluator": lambda row, answer: 1.0}
     assert [f.level for f in check_clipping(Recipe(**settings, algorithm={"type": "gspo", "clip_ratio": 0.2}))] == ["warning"]
     assert not list(check_clipping(Recipe(**settings, algorithm="gspo")))
+
+
+def test_supervised_learning_needs_no_room_for_answers(tiny):
+    settings = {"model": str(tiny("qwen2", chat=False)), "data": [{"prompt": "a", "response": "b"}], "rollout_worker": {"max_tokens": 10**6}}
+    assert not [f for f in Recipe(**settings, algorithm="cross_entropy").validate() if f.level == "error" or f.key == "validate.data"]
+    assert "rollout_worker.max_tokens" in [f.key for f in Recipe(**settings, evaluator=reward).validate()]
