@@ -93,7 +93,7 @@ def test_another_recipes_folder(task, capsys):
 def test_codes_and_messages():
     codes = {ConfigError("x"): 2, DataError("x"): 2, RunFolderError("x"): 2, EvaluatorError("x"): 1, BackendError("x"): 1, ZeroDivisionError("x"): 1, KeyboardInterrupt(): 130, Interrupted("x"): 130}
     assert {type(e): exit_code(e) for e in codes} == {type(e): c for e, c in codes.items()}
-    error = EvaluatorError("5 of 8 rollouts failed")
+    error = BackendError("5 of 8 rollouts failed")
     error.run_folder = "/elsewhere/runs/x"
     assert message_for(error) == "error: 5 of 8 rollouts failed\ngo on with it: nexrl resume /elsewhere/runs/x"
     assert "nexrl --debug" in message_for(ZeroDivisionError("division by zero"))
