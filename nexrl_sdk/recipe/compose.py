@@ -286,6 +286,8 @@ MOVES: dict[str, str] = {
     "trainer.algorithm": "algorithm",
     "trainer.train_service": "service.train_service",
     "train_service": "service.train_service",
+    "inference_service": "service.inference_service",
+    "trainer.sync_weight_path": "weight.path",
     "rollout_worker.max_prompt_length": "data.max_prompt_length",
     "rollout_worker.tokenizer": "model.tokenizer",
     "trainer.max_prompt_length": "data.max_prompt_length",
@@ -295,25 +297,32 @@ MOVES: dict[str, str] = {
     "algorithm.inference_service.tokenizer": "model.tokenizer",
     "service.train_service.model_tag": "service.train_service.identifier",
     "service.train_service.actor.model.path": "model.path",
+    "service.train_service.resource.world_size": "service.train_service.world_size",
     "service.train_service.actor.optim": "trainer.optim",
+    "service.train_service.actor.model.lora": "model.lora",
+    "service.train_service.actor.grad_clip": "trainer.optim.grad_clip",
+    "service.train_service.actor.ppo_epochs": "algorithm.ppo_epochs",
+    "service.train_service.actor.ppo_mini_batch_size": "algorithm.mini_batch_size",
+    "service.train_service.actor.ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    "service.train_service.actor.clip_ratio": "algorithm.clip_ratio",
+    "service.train_service.actor.clip_ratio_low": "algorithm.clip_ratio_low",
+    "service.train_service.actor.clip_ratio_high": "algorithm.clip_ratio_high",
+    "service.train_service.actor.entropy_coeff": "algorithm.entropy_coef",
+    "service.train_service.actor.kl_loss_coef": "algorithm.kl_loss_coef",
+    "service.train_service.actor.kl_loss_type": "algorithm.kl_estimator",
+    "service.train_service.actor.loss_agg_mode": "algorithm.loss_agg_mode",
     "service.train_service.config.loss_fn": "algorithm.loss_fn",
     "service.train_service.config.learning_rate": "trainer.optim.lr",
     "service.train_service.config.eps": "trainer.optim.eps",
 }
-_SELF_HOSTED = "it needs a self-hosted backend; leave it out to train in this process"
 _PLACED = "where a run is placed and started is not part of a run in this process; leave it out"
 REFUSED: dict[str, str] = {
     "environment": "a script cannot change the environment of a process that already runs; source it before `nexrl run`, and leave it out",
     "resource": _PLACED,
-    "inference_service": _SELF_HOSTED,
-    "service.inference_service": _SELF_HOSTED,
     "service.tinker_service": "it needs a Tinker backend; leave it out to train in this process",
     "service.weaver_service": "it needs a Weaver backend; leave it out to train in this process",
-    "service.train_service.url": _SELF_HOSTED,
     "service.train_service.resource": _PLACED,
-    "runtime_monitor.health_check": "it needs a self-hosted backend: there are no services to check in this process; leave it out",
     "runtime_monitor.exception_handling.check_interval": "failures are checked at every step; leave it out",
-    "trainer.sync_weight_path": "new weights need no folder in this process: the sampler reads the trainer's own; leave it out",
     "data.num_workers": "rows are read in this process; leave it out",
     "rollout_worker.nexau_agent_config_path": "NexAU agents need rollout_worker.type nexau, which this backend does not run; leave it out",
     "rollout_worker.nexau_agent_workspace": "NexAU agents need rollout_worker.type nexau, which this backend does not run; leave it out",
@@ -324,8 +333,6 @@ DROPPED: dict[str, tuple[Any, ...]] = {  # keys with one meaning here: other val
     "validate.data.type": ("torch",),
     "validate.eval.type": ("default",),
     "trajectory_pool.type": ("default",),
-    "service.train_service.role": ("actor",),
-    "service.train_service.world_size": (1,),
 }
 _REMOTE = ("tinker", "weaver")
 _HOSTED = ("self-hosted", "nextrainer", "direct-zmq", "http")
@@ -427,25 +434,79 @@ def _drop(out: Respelt, key: str, allowed: tuple[Any, ...]) -> None:
         out.refused[key] = f"{key}: {value!r} is not known here{nearest(value, [str(a) for a in allowed])}"
 
 
+_ROLES = {"actor": "train_service", "teacher": "teacher_service", "reference": "reference_service"}
+
+
 def _unwrap(out: Respelt, key: str) -> None:
-    """`train_service: {main_actor: {...}}` is `train_service: {...}`."""
+    """`train_service: {main_actor: {role: actor, ...}, teacher: {role: teacher, ...}}`: each to its role's place."""
     services = get_path(out.values, key)
     if not isinstance(services, dict) or not services or not all(isinstance(v, dict) for v in services.values()) or set(services) <= {"config", "actor", "resource"}:
         return
-    if len(services) > 1:
-        pop_path(out.values, key)
-        out.refused[key] = f"{key}: {len(services)} services ({', '.join(services)}); a backend in this process has one model. Leave them out, and name the model in model.path"
-        return
-    set_path(out.values, key, next(iter(services.values())))
+    by_role: dict[str, list[str]] = {}
+    for name, section in services.items():
+        by_role.setdefault(str(section.get("role", "actor")), []).append(name)
+    pop_path(out.values, key)
+    for role, names in by_role.items():
+        if role not in _ROLES:
+            out.refused[f"{key}.{names[0]}.role"] = f"{key}.{names[0]}.role: {role!r} is not known{nearest(role, _ROLES)}"
+        elif len(names) > 1:
+            out.refused[key] = f"{key}: {', '.join(names)} all have the role {role!r}; a run has one of each role. Give each its role, or leave it out"
+        else:
+            _place_service(out, key, role, names[0], services[names[0]])
+
+
+def _place_service(out: Respelt, key: str, role: str, name: str, section: dict[str, Any]) -> None:
+    """One named service at its role's place; a teacher's or reference's model stays with it."""
+    place = key if role == "actor" else f"service.{_ROLES[role]}"
+    set_path(out.values, place, {"identifier": name, **section} if "model_tag" not in section else section)
+    out.moved.update({place: f"{key}.{name}"})
 
 
 def _train_service(out: Respelt) -> None:
-    key = "service.train_service.backend"
+    for name in _ROLES.values():
+        _backend_name(out, f"service.{name}")
+    for name in ("teacher_service", "reference_service"):
+        for old, new in (("model_tag", "identifier"), ("resource.world_size", "world_size"), ("actor.model.path", "path"), ("actor.model.builder", "builder")):
+            _move(out, f"service.{name}.{old}", f"service.{name}.{new}")
+    engine = get_path(out.values, "service.inference_service.backend")
+    if engine in ("sglang", "openai-compatible"):
+        set_path(out.values, "service.inference_service.backend", "openai")
+    _betas(out)
+    _engine(out)
+
+
+def _backend_name(out: Respelt, section: str) -> None:
+    key = f"{section}.backend"
     backend = get_path(out.values, key)
-    if backend in _REMOTE or backend in _HOSTED:
-        kind = f"a {backend.title()} backend" if backend in _REMOTE else "a self-hosted backend"
+    if backend in _REMOTE:
         pop_path(out.values, key)
-        out.refused[key] = f"{key}: {backend!r} needs {kind}; say 'local', or leave it out, to train in this process"
+        out.refused[key] = f"{key}: {backend!r} needs a {backend.title()} backend; say 'local', or leave it out, to train in this process"
+    elif backend in _HOSTED:
+        set_path(out.values, key, "http")
+    elif backend in (None, "local"):
+        for name, value in (("url", None), ("world_size", 1)):
+            given = get_path(out.values, f"{section}.{name}", _ABSENT)
+            if given is not _ABSENT and given != value:
+                out.refused[f"{section}.{name}"] = f"{section}.{name}: {given!r} needs a training service; say {section}.backend: http, or leave it out to train in this process"
+                pop_path(out.values, f"{section}.{name}")
+
+
+def _engine(out: Respelt) -> None:
+    """A training service goes with vLLM unless the recipe says another server; the local sampler reads the local learner's weights alone."""
+    hosted = get_path(out.values, "service.train_service.backend") == "http"
+    key = "service.inference_service.backend"
+    engine = get_path(out.values, key)
+    if hosted and engine is None and isinstance(get_path(out.values, "service.inference_service", {}), dict):
+        set_path(out.values, key, "vllm")
+    elif hosted and engine == "local":
+        pop_path(out.values, key)
+        out.refused[key] = f"{key}: 'local' samples from the weights of this process, and this recipe trains in a service; use 'vllm' or 'openai'"
+    elif not hosted and engine in (None, "local") and get_path(out.values, "service.inference_service.url") is not None:
+        pop_path(out.values, "service.inference_service.url")
+        out.refused["service.inference_service.url"] = f"service.inference_service.url: which kind of server is it? Say {key}: vllm or openai"
+
+
+def _betas(out: Respelt) -> None:
     betas = [get_path(out.values, f"service.train_service.config.beta{i}", _ABSENT) for i in (1, 2)]
     if _ABSENT not in betas:
         set_path(out.values, "trainer.optim.betas", [float(b) for b in betas])
@@ -470,10 +531,3 @@ def _one_offs(out: Respelt) -> None:
     if get_path(values, "rollout_worker.type") == "nexau":
         pop_path(values, "rollout_worker.type")
         out.refused["rollout_worker.type"] = "rollout_worker.type: 'nexau' needs an agent backend; 'simple' answers each prompt in one turn"
-    mode = get_path(values, "weight.sync_mode")
-    if mode in ("fully-async", "batch-async"):
-        pop_path(values, "weight.sync_mode")
-        out.refused["weight.sync_mode"] = f"weight.sync_mode: {mode!r} needs a self-hosted backend; say 'sync', or leave it out, to train in this process"
-    staleness = get_path(values, "weight.staleness_threshold", _ABSENT)
-    if isinstance(staleness, int) and staleness >= 0:
-        pop_path(values, "weight.staleness_threshold")  # in sync mode every rollout is of the newest weights: any threshold holds

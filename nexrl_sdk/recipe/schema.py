@@ -16,11 +16,12 @@ from pydantic.fields import FieldInfo
 from ..types import nearest
 
 # %% auto #0
-__all__ = ['Count', 'Amount', 'Positive', 'NonNegative', 'Share', 'Beta', 'ALGORITHMS', 'LOSS_NAMES', 'AGGREGATION_NAMES',
-           'Section', 'Lora', 'Model', 'Rows', 'Data', 'RolloutWorker', 'TrajectoryPool', 'KlCtrl', 'Critic',
-           'Algorithm', 'Optim', 'TrainerSection', 'Eval', 'Validate', 'Logger', 'TrainService', 'Service', 'Weight',
-           'ExceptionHandling', 'RuntimeMonitor', 'RecipeSchema', 'defaults', 'fields_of', 'section_at', 'all_paths',
-           'unknown_key', 'expected', 'message_of', 'problems']
+__all__ = ['Count', 'Amount', 'Positive', 'NonNegative', 'Share', 'Beta', 'Ready', 'ALGORITHMS', 'LOSS_NAMES',
+           'AGGREGATION_NAMES', 'Section', 'Lora', 'Model', 'Rows', 'Data', 'RolloutWorker', 'TrajectoryPool', 'KlCtrl',
+           'Critic', 'Algorithm', 'Optim', 'TrainerSection', 'Eval', 'Validate', 'Logger', 'TrainService',
+           'InferenceService', 'Service', 'Weight', 'ExceptionHandling', 'HealthCheck', 'RuntimeMonitor',
+           'RecipeSchema', 'defaults', 'fields_of', 'section_at', 'all_paths', 'unknown_key', 'expected', 'message_of',
+           'problems']
 
 # %% ../../nbs/59_recipe.schema.ipynb #6407951c
 Count = Annotated[int, Field(ge=1)]
@@ -97,6 +98,7 @@ class RolloutWorker(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Beta = 0.0
     max_tokens: Count = 128  # new tokens
+    allow_truncated_sampling: bool = False  # top_p, top_k or min_p in reinforcement learning, whose logprobs are then of another distribution than the one that is trained
     stop: str | list[str] | list[int] | None = None  # null: the tokenizer's end of sequence
     num_workers: Count = 8  # evaluators that run at once
     retries: Amount = 2  # of a failed rollout
@@ -105,16 +107,21 @@ class RolloutWorker(Section):
     custom_rollout_worker_class_name: str | None = None
 
 
+Ready = Literal["batch_size", "batch_size_reached", "loaded_batch_finished"]
+
+
 class TrajectoryPool(Section):
     """How rollouts become batches."""
 
     group_size: Count = 8  # answers a prompt; they are compared with each other
     batch_size: Count | None = None  # trajectories a step; null: data.batch_size x group_size
     key_list: list[str] | None = None  # columns that make a group; null: the prompt
-    check_batch_ready_function: Literal["batch_size", "batch_size_reached", "loaded_batch_finished"] = "batch_size"
+    check_batch_ready_function: Ready | Annotated[list[Ready], Field(min_length=1, max_length=2)] = "batch_size"  # two: both must hold
+    incomplete: Literal["flush", "drop", "retry"] = "flush"  # groups that lack answers at the end: train on what is there, leave out, or answer the prompt again
+    max_in_flight: Count | None = None  # prompts under way at once in the asynchronous modes; null: two batches
 
 # %% ../../nbs/59_recipe.schema.ipynb #d7fb3dc7
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "ppo", "cross_entropy")
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "ppo", "cross_entropy", "opd")
 LOSS_NAMES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
 AGGREGATION_NAMES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum", "dr_grpo")
 
@@ -137,7 +144,7 @@ class Critic(Section):
 class Algorithm(Section):
     """How rewards become a loss."""
 
-    type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "ppo", "cross_entropy"] = "grpo"
+    type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "ppo", "cross_entropy", "opd"] = "grpo"
     loss_fn: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"] | None = None
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum", "dr_grpo"] | None = None
     clip_ratio: Annotated[float, Field(gt=0)] | None = None  # both sides
@@ -149,8 +156,8 @@ class Algorithm(Section):
     use_kl_in_reward: bool = False  # KL to the reference model, taken from the reward
     critic: Critic = Field(default_factory=Critic)
     entropy_coef: NonNegative = 0.0
-    do_old_log_prob_compute: bool = False  # recompute the old logprobs with the learner
-    correction: Literal["none", "tis", "masked"] = "none"  # for what sampler and learner differ by
+    do_old_log_prob_compute: bool | None = None  # recompute the old logprobs with the learner; null: where a correction needs them
+    correction: Literal["none", "tis", "masked"] | None = None  # for what sampler and learner differ by; null: none in sync mode, tis in the asynchronous ones
     correction_cap: Positive | None = None
     ppo_epochs: Count = 1  # passes over a batch
     mini_batch_size: Count | None = None  # trajectories an optimizer step; null: the whole batch
@@ -172,7 +179,7 @@ class Optim(Section):
 class TrainerSection(Section):
     """The loop: how long, how often, and with which class."""
 
-    type: Literal["self_hosted", "self_hosted_grpo", "self_hosted_cross_entropy"] | None = None  # null: by the algorithm
+    type: Literal["self_hosted", "self_hosted_grpo", "self_hosted_cross_entropy", "self_hosted_opd"] | None = None  # null: by the algorithm
     total_train_steps: Amount = 100
     save_freq: Amount = 20  # steps; 0: never
     keep_last: Amount = 2  # checkpoints; 0: all
@@ -212,23 +219,56 @@ class Logger(Section):
 
 # %% ../../nbs/59_recipe.schema.ipynb #819b98d4
 class TrainService(Section):
-    """The training service; in this process there is one."""
+    """Where a model is trained, or scores tokens."""
 
-    backend: Literal["local"] = "local"
-    identifier: str = "policy"
+    backend: Literal["local", "http", "mock"] = "local"  # local: in this process; http: a training service (also spelt self-hosted, nextrainer, direct-zmq)
+    url: str | None = None  # of a running service; null: the run starts one of its own
+    identifier: str = "policy"  # of the group in the service
+    role: Literal["actor", "teacher", "reference"] = "actor"
+    world_size: Count = 1  # processes over which the model is sharded
+    path: str | None = None  # of a teacher or reference model: a folder, or a Hub id; the actor's is model.path
+    builder: str | None = None  # of a teacher or reference model: "file.py:function"
+    api_key: str | None = None  # null: NEXRL_TRAIN_KEY of the environment
+    request_timeout: Positive = 600.0  # seconds that an answer may take
+    checkpoint_root: str | None = None  # folder of the service that the run starts; null: in the run folder
+
+
+class InferenceService(Section):
+    """Where answers are sampled."""
+
+    backend: Literal["local", "vllm", "openai"] = "local"  # local: the engine in this process; openai: any server with its API that returns token ids
+    url: str | None = None  # of a running server; null: the run starts one of its own
+    model_tag: str = "policy"  # the name that the server gives to the model
+    api_key: str | None = None  # null: NEXRL_INFERENCE_KEY of the environment
+    max_retries: Amount = 3
+    request_timeout: Positive = 600.0  # seconds that an answer may take
+    freeze_for_weight_sync: Literal[True] = True  # nothing is generated while weights change
+    max_model_len: Count | None = None  # context in tokens; null: the model's
+    gpu_memory_utilization: Share = 0.6  # of the GPU's memory, for the server that the run starts
+    args: list[str] = []  # more arguments of `vllm serve`
 
 
 class Service(Section):
     """The services that a run talks to."""
 
     train_service: TrainService = Field(default_factory=TrainService)
+    teacher_service: TrainService | None = None  # whose tokens' logprobs distillation learns from
+    reference_service: TrainService | None = None  # of the KL penalty; null: the policy before training
+    inference_service: InferenceService = Field(default_factory=InferenceService)
 
 
 class Weight(Section):
-    """How new weights reach the sampler: here they are the same tensors."""
+    """How new weights reach the sampler, and how old a rollout may be."""
 
     type: Literal["default"] = "default"
-    sync_mode: Literal["sync"] = "sync"
+    sync_mode: Literal["sync", "batch-async", "fully-async"] = "sync"  # sync: every rollout is of the newest weights
+    staleness_threshold: Amount = 1  # versions that a rollout may be behind in batch-async; 0 is as sync
+    stale: Literal["drop", "regenerate"] = "regenerate"  # older rollouts: leave the prompt out, or answer it again
+    route: Literal["auto", "shared-dir", "lora", "broadcast", "in-process"] = "auto"  # from a training service to an inference server
+    path: str | None = None  # folder of the shared-dir and lora routes; null: in the run folder
+    keep: Count = 2  # versions that stay in it
+    probe: bool = True  # after each push, hold the engine's logprobs against the trainer's
+    probe_tolerance: Positive | None = None  # largest difference; null: by the dtype
 
 
 class ExceptionHandling(Section):
@@ -238,10 +278,19 @@ class ExceptionHandling(Section):
     policy: Literal["stop_on_error", "continue", "budget"] = "budget"  # budget: as trainer.error_budget says
 
 
+class HealthCheck(Section):
+    """Whether the services still answer, asked while a run goes on."""
+
+    enabled: bool = True
+    check_interval: Positive = 30.0  # seconds
+    timeout: Positive = 5.0  # seconds
+
+
 class RuntimeMonitor(Section):
     """Failures while a run goes on."""
 
     exception_handling: ExceptionHandling = Field(default_factory=ExceptionHandling)
+    health_check: HealthCheck = Field(default_factory=HealthCheck)
 
 # %% ../../nbs/59_recipe.schema.ipynb #71e52ca7
 class RecipeSchema(Section):

@@ -92,13 +92,14 @@ def test_documents_spellings_mean_the_same():
             "train_service": {"main_actor": {"backend": "local", "identifier": "policy", "role": "actor", "world_size": 1, "actor": {"optim": {"lr": 2e-6}}}},
         },
         "validate": {"data": {"type": "torch", "data_files": "y.jsonl", "shuffle": False}, "eval": {"type": "default", "compute_interval": 500}},
-        "weight": {"type": "default", "sync_mode": "sync", "staleness_threshold": 2}, "logger": {"backend": "file"},
+        "weight": {"type": "default", "sync_mode": "batch-async", "staleness_threshold": 2}, "logger": {"backend": "file"},
         "runtime_monitor": {"exception_handling": {"enabled": True, "policy": "stop_on_error"}},
     }  # fmt: skip
     own = {
         "model": {"path": "m", "tokenizer": "org/tok"}, "data": {"data_files": "x.jsonl", "max_prompt_length": 16384, "batch_size": 8},
         "rollout_worker": {"evaluator_module_path": "a.py:b", "max_tokens": 77}, "trajectory_pool": {"group_size": 4}, "trainer": {"type": "self_hosted_grpo", "keep_last": 1, "optim": {"lr": 2e-6}, "error_budget": 0.0},
         "validate": {"data": {"data_files": "y.jsonl"}, "eval": {"compute_interval": 500}}, "logger": {"backend": ["file"]}, "runtime_monitor": {"exception_handling": {"policy": "stop_on_error"}},
+        "weight": {"sync_mode": "batch-async", "staleness_threshold": 2},
     }  # fmt: skip
     assert Recipe.from_dict(documents).to_dict() == Recipe.from_dict(own).to_dict()
 
@@ -115,16 +116,20 @@ def test_flat_service_and_its_config():
     [
         ({"resource": {"inference": {"gpu_count": 2}}}, "resource: where a run is placed"),
         ({"environment": {"setup_script": "x.sh"}}, "environment: a script cannot change"),
-        ({"service": {"train_service": {"backend": "nextrainer", "url": "http://x"}}}, "'nextrainer' needs a self-hosted backend"),
+        ({"service": {"train_service": {"backend": "http"}, "inference_service": {"backend": "local"}}}, "service.inference_service.backend: 'local' samples from the weights of this process"),
+        ({"service": {"inference_service": {"url": "http://x"}}}, "service.inference_service.url: which kind of server is it?"),
+        ({"service": {"train_service": {"url": "http://x"}}}, "service.train_service.url: 'http://x' needs a training service; say service.train_service.backend: http"),
+        ({"service": {"train_service": {"backend": "htpp"}}}, "service.train_service.backend: 'htpp' is not known; did you mean 'http'?"),
         ({"service": {"train_service": {"backend": "tinker"}}}, "'tinker' needs a Tinker backend"),
-        ({"service": {"inference_service": {"backend": "vllm"}}}, "service.inference_service: it needs a self-hosted backend"),
-        ({"service": {"train_service": {"student": {"backend": "http"}, "teacher": {"backend": "http"}}}}, "2 services (student, teacher)"),
-        ({"trainer": {"train_service": {"backend": "local", "world_size": 8}}}, "world_size: 8 is not known here"),
-        ({"weight": {"sync_mode": "fully-async"}}, "'fully-async' needs a self-hosted backend"),
+        ({"service": {"inference_service": {"backend": "vllm", "freeze_for_weight_sync": False}}}, "service.inference_service.freeze_for_weight_sync"),
+        ({"service": {"train_service": {"student": {"backend": "http"}, "teacher": {"backend": "http"}}}}, "student, teacher all have the role 'actor'"),
+        ({"trainer": {"train_service": {"backend": "local", "world_size": 8}}}, "world_size: 8 needs a training service"),
+        ({"weight": {"sync_mode": "fully-asynch"}}, "'fully-asynch' is not known; did you mean 'fully-async'?"),
+        ({"weight": {"staleness_threshold": -1}}, "weight.staleness_threshold: must be 0 or more, not -1"),
+        ({"service": {"train_service": {"a": {"role": "critic"}}}}, "service.train_service.a.role: 'critic' is not known"),
         ({"rollout_worker": {"type": "nexau", "evaluator_module_path": "a.py:b"}}, "'nexau' needs an agent backend"),
         ({"trainer": {"type": "remote_api_grpo"}}, "use 'self_hosted_grpo'"),
-        ({"trainer": {"sync_weight_path": "/x"}}, "trainer.sync_weight_path"),
-        ({"runtime_monitor": {"health_check": {"enabled": True}}}, "runtime_monitor.health_check: it needs a self-hosted backend"),
+        ({"runtime_monitor": {"health_check": {"timeout": 0}}}, "runtime_monitor.health_check.timeout: must be greater than 0, not 0"),
         ({"rollout_worker": {"evaluator_module_path": "a.py:b", "tokenizer": "one"}, "model": {"path": "m", "tokenizer": "two"}}, "rollout_worker.tokenizer: 'one' contradicts model.tokenizer: 'two'"),
         ({"trainer": {"max_response_length": 0}}, "must be 1 or more, not 0 (written as trainer.max_response_length)"),
         ({"runtime_monitor": {"exception_handling": {"policy": "stop"}}}, "runtime_monitor.exception_handling.policy"),
@@ -144,8 +149,22 @@ service: {train_service: {backend: nextrainer, url: "http://x", model_tag: polic
 resource: {training: {gpu_count: 4}}
 """
     message = complaint(Recipe.from_dict, {**BASE, **yaml.safe_load(text)})
-    named = ["environment:", "rollout_worker.type:", "rollout_worker.nexau_agent_config_path:", "rollout_worker.task_name:", "trainer.sync_weight_path:", "service.train_service.backend:", "service.train_service.url:", "service.inference_service:", "resource:", "world_size"]
+    named = ["environment:", "rollout_worker.type:", "rollout_worker.nexau_agent_config_path:", "rollout_worker.task_name:", "resource:"]
     assert [n for n in named if n not in message] == [] and "unknown key" not in message
+
+
+def test_named_services_go_to_their_roles():
+    named = {
+        "student_service": {"identifier": "student", "role": "actor", "backend": "http", "url": "http://x:1", "resource": {"world_size": 8}, "actor": {"model": {"path": "s"}, "optim": {"lr": 2e-6}, "ppo_epochs": 2, "clip_ratio_low": 0.1}},
+        "teacher_service": {"role": "teacher", "backend": "self-hosted", "url": "http://x:1", "resource": {"world_size": 4}, "actor": {"model": {"path": "t"}}},
+    }
+    c = Recipe.from_dict({**BASE, "model": {}, "service": {"train_service": named, "inference_service": {"backend": "sglang", "url": "http://y"}}}).config
+    student, teacher = c.service.train_service, c.service.teacher_service
+    assert (c.model.path, c.trainer.optim.lr, c.algorithm.ppo_epochs, c.algorithm.clip_ratio_low) == ("s", 2e-6, 2, 0.1)
+    assert (student.backend, student.url, student.identifier, student.world_size, student.role) == ("http", "http://x:1", "student", 8, "actor")
+    assert (teacher.backend, teacher.identifier, teacher.world_size, teacher.path, teacher.role) == ("http", "teacher_service", 4, "t", "teacher")
+    assert c.service.inference_service.backend == "openai"
+    assert Recipe.from_dict({**BASE, "train_service": {"backend": "nextrainer"}}).config.service.inference_service.backend == "vllm"
 
 
 def test_respell_leaves_its_input_alone():
