@@ -17,7 +17,7 @@ from ..types import ConfigError, DataError, NexRLError
 
 # %% auto #0
 __all__ = ['UNCLIPPED', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes', 'check_clipping',
-           'check_trackers', 'check_recipe']
+           'check_sampling', 'check_services', 'check_trackers', 'check_recipe']
 
 # %% ../../nbs/61_recipe.check.ipynb #39162c72
 @dataclass(frozen=True)
@@ -185,6 +185,32 @@ def check_clipping(recipe: Recipe) -> Iterator[Finding]:
         yield _warning(f"algorithm.{given[0]}", f"gspo compares whole sequences, whose ratios hardly move, so {a[given[0]]} clips nothing; leave it out for 3e-4 and 4e-4")
 
 
+def check_sampling(recipe: Recipe) -> Iterator[Finding]:
+    """Whether answers are drawn from the distribution that is trained."""
+    w = recipe.config.rollout_worker
+    cut = [k for k, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if w[k] != off]
+    if cut and not w.allow_truncated_sampling and recipe.config.algorithm.type != "cross_entropy":
+        yield _error(f"rollout_worker.{cut[0]}", f"{w[cut[0]]} leaves out tokens, so that the answers are of another distribution than the one that is trained, and their logprobs do not fit; leave it out, or say rollout_worker.allow_truncated_sampling: true where that is wanted")
+
+
+def check_services(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the services, and the way of the weights between them, fit each other."""
+    c = recipe.config
+    trains, samples, route = c.service.train_service.backend, c.service.inference_service.backend, c.weight.route
+    if route == "lora" and c.model.lora is None:
+        yield _error("weight.route", "'lora' sends an adapter, and model.lora is not set: all weights are trained; use shared-dir")
+    if route == "in-process" and (samples != "vllm" or trains != "local" or c.service.inference_service.url):
+        yield _error("weight.route", "'in-process' is for a vLLM engine and a learner in this process: service.train_service.backend local and service.inference_service.backend vllm without url")
+    if route != "auto" and samples == "local":
+        yield _warning("weight.route", f"{route!r} has no effect: sampler and learner are one engine in this process and share their weights")
+    if c.algorithm.type == "opd" and c.service.teacher_service is None:
+        yield _error("service.teacher_service", "distillation needs a teacher: service.teacher_service.path, or a named service with role teacher")
+    if trains == "mock":
+        yield _warning("service.train_service.backend", "'mock' trains nothing; it is for tests of what is around it")
+    if samples == "vllm" and not c.service.inference_service.url and importlib.util.find_spec("vllm") is None:
+        yield _error("service.inference_service.backend", "vLLM is not installed: pip install 'nexrl_sdk[vllm]', or give the url of a server that runs elsewhere")
+
+
 def check_trackers(recipe: Recipe) -> Iterator[Finding]:
     """Whether the trackers that the recipe names are installed."""
     for name in recipe.config.logger.backend:
@@ -192,7 +218,7 @@ def check_trackers(recipe: Recipe) -> Iterator[Finding]:
             yield _error("logger.backend", f"{name!r} is not installed: pip install 'nexrl_sdk[track]', or leave it out")
 
 # %% ../../nbs/61_recipe.check.ipynb #a1b28e9b
-CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_trackers)
+CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_sampling, check_services, check_trackers)
 
 
 def check_recipe(

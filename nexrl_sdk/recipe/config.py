@@ -305,7 +305,7 @@ class Identity(Settings):
             found.update(self._data_digest(key, get_path(config, key) or {}))
         for key, (role, reference) in code_roles(config).items():
             found[key] = self._code_digest(role, reference, key)
-        for key in ("model.path", "model.tokenizer"):
+        for key in ("model.path", "model.tokenizer", "service.teacher_service.path", "service.reference_service.path"):
             name = get_path(config, key)
             found[key] = _folder_digest(self.resolve_path(name)) if name else None
         return {k: v for k, v in found.items() if v}
@@ -394,6 +394,9 @@ def code_roles(
         "model.builder": ("builder", config["model"]["builder"]),
         "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"]),
     }
+    for service in ("teacher_service", "reference_service"):
+        if (section := config["service"][service]) and section["builder"]:
+            roles[f"service.{service}.builder"] = (f"{service}.builder", section["builder"])
     for section, name, role in (("trainer", "custom_trainer", "trainer_class"), ("rollout_worker", "custom_rollout_worker", "worker_class")):
         path, cls = config[section][f"{name}_module_path"], config[section][f"{name}_class_name"]
         roles[f"{section}.{name}_class_name"] = (role, f"{path}:{cls}" if path and cls else None)
@@ -430,14 +433,35 @@ class Parts(Identity):
         """The model's folder or Hub id; a builder is called for it, once."""
         if "model" not in self._cache:
             builder = self.live.get("builder") or self._reference("model.builder")
-            self._cache["model"] = self._built(builder) if builder else self._folder_or_id(self.config.model.path)
+            self._cache["model"] = self._built(builder, "model.builder") if builder else self._folder_or_id(self.config.model.path)
         return self._cache["model"]
 
-    def _built(self, builder: Callable[..., Any]) -> str:
+    def train_services(self) -> dict[str, Any]:  # actor, teacher, reference -> section
+        """The training services that the recipe names, by role; the actor's is always there."""
+        service = self.config.service
+        found = {"actor": service.train_service, "teacher": service.teacher_service, "reference": service.reference_service}
+        return {role: section for role, section in found.items() if section is not None}
+
+    def service_model(
+        self,
+        role: str,  # actor, teacher or reference
+    ) -> str:  # folder or Hub id
+        """The model that a service holds; the actor's is `model`."""
+        key, section = f"service.{role}_service", self.train_services().get(role)
+        if role == "actor" or section is None or not (section.path or section.builder):
+            if role == "teacher":
+                raise ConfigError(f"{key}.path: distillation needs a teacher: name its model in {key}.path, or a function that makes it in {key}.builder")
+            return self.model_path()
+        if key not in self._cache:
+            builder = self._reference(f"{key}.builder")
+            self._cache[key] = self._built(builder, f"{key}.builder") if builder else self._folder_or_id(section.path)
+        return self._cache[key]
+
+    def _built(self, builder: Callable[..., Any], key: str) -> str:
         cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "nexrl")
         folder = Path(builder(self.config.seed, cache))
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.builder: it returned {folder}, which holds no transformers model (there is no config.json)")
+            raise ConfigError(f"{key}: it returned {folder}, which holds no transformers model (there is no config.json)")
         return str(folder)
 
     def _folder_or_id(self, text: str | None) -> str:
@@ -654,6 +678,11 @@ class Recipe(Parts):
             backend, self.evaluator(), prompt_key=d.prompt_key, system=w.system_prompt, chat=w.chat, sampling=self.sampling(), group_size=self.config.trajectory_pool.group_size,
             max_prompt_length=d.max_prompt_length, overlong=d.overlong, concurrency=w.num_workers, retries=w.retries, eval_timeout=w.eval_timeout, seed=self.config.seed,
         )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        """Nothing; the message says where a section is."""
+        where = f"; its sections are in `recipe.config`, such as recipe.config.{name}" if name in RecipeSchema.model_fields or name == "validate_" else nearest(name, [*RecipeSchema.model_fields])
+        raise AttributeError(f"a Recipe has no attribute {name!r}{where}")
 
     def __repr__(self) -> str:
         c = self.config

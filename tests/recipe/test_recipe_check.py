@@ -46,6 +46,15 @@ def test_a_good_recipe_has_no_findings_and_loads_no_model(model):
     assert ("transformers" in sys.modules) == loaded
 
 
+def test_a_truncated_distribution_can_be_wanted(model):
+    assert found(model, rollout_worker={"top_k": 5, "max_tokens": 8, "allow_truncated_sampling": True}) == {}
+
+
+def test_a_section_is_found_under_config(model):
+    with pytest.raises(AttributeError, match="recipe.config.algorithm"):
+        Recipe(model=str(model), data=ROWS, evaluator=reward).algorithm
+
+
 @pytest.mark.parametrize(
     "sections,key,expected",
     [
@@ -65,6 +74,11 @@ def test_a_good_recipe_has_no_findings_and_loads_no_model(model):
         ({"evaluator": 3.5}, "rollout_worker.evaluator_module_path", "error"),
         ({"logger": {"backend": ["file", "trackio"]}}, "logger.backend", "pip install 'nexrl_sdk[track]'"),
         ({"trainer": {"optim": {"warmup_steps": 200}}}, "trainer.optim.warmup_steps", "warning"),
+        ({"rollout_worker": {"top_p": 0.9, "max_tokens": 8}}, "rollout_worker.top_p", "error: 0.9 leaves out tokens"),
+        ({"algorithm": "opd"}, "service.teacher_service", "error: distillation needs a teacher"),
+        ({"weight": {"route": "lora"}, "service": {"train_service": {"backend": "http"}, "inference_service": {"backend": "openai", "url": "http://x"}}}, "weight.route", "error: 'lora' sends an adapter"),
+        ({"weight": {"route": "in-process"}}, "weight.route", "error: 'in-process' is for a vLLM engine"),
+        ({"weight": {"route": "shared-dir"}}, "weight.route", "warning: 'shared-dir' has no effect"),
         ({"trainer": {"custom_trainer_module_path": "x.py"}}, "trainer.custom_trainer_module_path", "belong together"),
     ],
 )
