@@ -201,7 +201,7 @@ def check_services(recipe: Recipe) -> Iterator[Finding]:
         yield _error("weight.route", "'lora' sends an adapter, and model.lora is not set: all weights are trained; use shared-dir")
     if route == "in-process" and (samples != "vllm" or trains != "local" or c.service.inference_service.url):
         yield _error("weight.route", "'in-process' is for a vLLM engine and a learner in this process: service.train_service.backend local and service.inference_service.backend vllm without url")
-    if route != "auto" and samples == "local":
+    elif route != "auto" and samples == "local":
         yield _warning("weight.route", f"{route!r} has no effect: sampler and learner are one engine in this process and share their weights")
     if c.algorithm.type == "opd" and c.service.teacher_service is None:
         yield _error("service.teacher_service", "distillation needs a teacher: service.teacher_service.path, or a named service with role teacher")
