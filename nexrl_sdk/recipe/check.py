@@ -46,7 +46,7 @@ def check_model(recipe: Recipe) -> Iterator[Finding]:
     m = recipe.config.model
     if m.path is None or m.builder is not None or "builder" in recipe.live:
         if m.path is not None:
-            yield _error("model.path", "model.builder is given too; the model comes from one of them")
+            yield _error("model.path", "model.builder is given too; the model comes from one of them: set the other to null")
         return
     try:
         folder = Path(recipe.model_path())

@@ -266,7 +266,7 @@ def _one_source(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
         section = get_path(values, role) or {}
         given = [k for k in ("data_files", "source", "hub") if section.get(k)] + (["rows of a cell"] if role in live else [])
         if len(given) > 1:
-            raise ConfigError(f"{role}: {' and '.join(given)} are both given; rows come from one of them")
+            raise ConfigError(f"{role}: {' and '.join(given)} are both given; rows come from one of them: set the other to null")
 
 
 def _env_references(tree: Tree) -> dict[str, str]:

@@ -285,7 +285,7 @@ def score(
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
-        return Score("error", error=f"the evaluator raised {type(e).__name__}: {_said(e)}".removesuffix(": "), traceback=_trace(e))
+        return Score("error", error=f"the evaluator raised {type(e).__name__}: {_said(e)}".removesuffix(": ") + _where(e), traceback=_trace(e))
 
 
 def _said(error: BaseException) -> str:
@@ -295,6 +295,12 @@ def _said(error: BaseException) -> str:
     except Exception as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
         return f"(its message cannot be read: {type(e).__name__})"
     return text if len(text) <= 2000 else f"{text[:2000]}… ({len(text) - 2000} more characters)"
+
+
+def _where(error: BaseException) -> str:
+    """The file and line that raised it."""
+    frames = tb.extract_tb(error.__traceback__)
+    return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _trace(error: BaseException) -> str:

@@ -371,7 +371,8 @@ def _end(t: Mapping[str, Any]) -> Html:
 
 def _group_head(table_of: _Groups, key: object, members: Sequence[Any], columns: int) -> Html:
     rewards = [r for t in members if (r := reward_of(t)) is not None]
-    truth = members[0].get("ground_truth")
+    row = members[0].get("data") or {}
+    truth = members[0].get("ground_truth") or row.get("answer", row.get("ground_truth"))
     lost = len(members) - len(rewards)
     notes = [
         muted(f"mean {short(sum(rewards) / len(rewards))}") if rewards else None,
