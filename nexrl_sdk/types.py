@@ -130,10 +130,11 @@ class Completion:
     tokens: list[int]  # [T] new tokens, the stop token included
     logprobs: list[float]  # [T] of the temperature-scaled distribution that was sampled
     finish_reason: str = "stop"  # "stop", "length" (max_tokens or the context ran out) or "abort"
-    weight_version: int = 0  # version of the weights at the first token
+    weight_version: int = 0  # oldest version of the weights that drew its tokens
     text: str | None = None  # for people; set where the sampler has a tokenizer and stop strings were asked for
     top_logprobs: list[list[tuple[int, float]]] | None = None  # [T][k] (token, logprob)
     prompt_logprobs: list[float] | None = None  # [prompt length], NaN first
+    weight_versions: list[int] | None = None  # [T] of each token, where new weights came in between; None: all of weight_version
 
     def _repr_html_(self) -> str:
         from nexrl_sdk.view.rollouts import completion_html
