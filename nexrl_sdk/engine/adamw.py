@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
+from .shard import Ranks
 from ..types import AdamParams, ConfigError, NonFiniteError, nearest
 
 # %% auto #0
@@ -50,8 +51,10 @@ class AdamW:
 
     def __init__(
         self,
-        params: Mapping[str, Tensor],  # name -> parameter; steps change them in place
+        params: Mapping[str, Tensor],  # name -> parameter, or this rank's rows of it; steps change them in place
+        ranks: Ranks | None = None,  # that hold the other rows: the norm is of all of them
     ):
+        self.ranks = ranks
         self.params = dict(params)
         wide = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in self.params.values()]
         self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(p, dtype=t, requires_grad=False) for p, t in zip(self.params.values(), wide)] for _ in range(2))
@@ -69,8 +72,12 @@ class AdamW:
         if not some:
             return 0.0
         value = float(get_total_norm(some))
+        if self.ranks is not None:
+            value = math.sqrt(self.ranks.total(value * value))
         if not math.isfinite(value):
-            raise NonFiniteError(f"the gradient is not finite ({_culprits(list(self.params), grads)}); the weights are as before and the gradients are cleared")
+            bad = _culprits(list(self.params), grads)
+            bad = bad if self.ranks is None else list(dict.fromkeys(n for part in self.ranks.gather(bad) for n in part))
+            raise NonFiniteError(f"the gradient is not finite ({_named(bad)}); the weights are as before and the gradients are cleared")
         if 0 < adam.grad_clip_norm < value:
             torch._foreach_mul_(some, adam.grad_clip_norm / (value + 1e-6))
         self._apply(have, some, adam)
@@ -103,7 +110,11 @@ def _fused(like: Tensor) -> bool:
     return like.device.type in ("cpu", "cuda", "mps")
 
 
-def _culprits(names: Sequence[str], grads: Sequence[Tensor | None]) -> str:
+def _culprits(names: Sequence[str], grads: Sequence[Tensor | None]) -> list[str]:
     """Which gradients are not finite."""
-    bad = [n for n, g in zip(names, grads) if g is not None and not bool(torch.isfinite(g).all())]
+    return [n for n, g in zip(names, grads) if g is not None and not bool(torch.isfinite(g).all())]
+
+
+def _named(bad: Sequence[str]) -> str:
+    """For the message."""
     return f"in {', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}" if bad else "its norm overflows"

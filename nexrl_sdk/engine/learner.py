@@ -9,7 +9,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from ..algo.losses import LossOutput, add_metrics, check_loss, compute_loss, loss_input, mean_metrics, required_fields
 from .adamw import NARROW, AdamW, lr_schedule
-from .layout import Layout, layouts
+from .layout import Layout, lay_out, layouts, split_by_budget
 from .logprobs import fused_logprobs
-from .model import EngineModel
-from ..types import AdamParams, BackendError, CheckpointError, ConfigError, ContextOverflowError, DataError, Datum, Interrupted, NonFiniteError, nearest
+from .model import EngineModel, base_fingerprint
+from .shard import Ranks, local
+from ..types import AdamParams, BackendError, CheckpointError, ConfigError, ContextOverflowError, DataError, Datum, Interrupted, NexRLError, NonFiniteError, nearest
 
 # %% auto #0
-__all__ = ['ForwardOutput', 'check_datums', 'split_config', 'Call', 'Trained', 'base_fingerprint', 'compare_states', 'Learner']
+__all__ = ['ForwardOutput', 'check_datums', 'split_config', 'Call', 'Trained', 'compare_states', 'Learner']
 
 # %% ../../nbs/22_engine.learner.ipynb #dc144cf3
 @dataclass
@@ -86,6 +87,8 @@ class Call:
     logprobs: list[np.ndarray]
     losses: list[Tensor] = field(default_factory=list)
     metrics: list[dict[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    ranks: Ranks | None = None  # that share the call, each with datums of its own
+    error: NexRLError | None = None  # what the loss said of this rank's datums
 
     @property
     def wants_entropy(self) -> bool:
@@ -103,14 +106,32 @@ class Call:
 
     def output(self) -> ForwardOutput:
         """The whole call's; raises NonFiniteError where the loss is not finite."""
-        loss = float(torch.stack(self.losses).sum())
-        if not math.isfinite(loss):
-            bad = [i for i, x in enumerate(self.logprobs) if not np.isfinite(x).all()]
-            where = f"the logprobs of datum {bad[0]} are not finite" if bad else "the logprobs are finite: look at weights, advantages and old logprobs"
-            raise NonFiniteError(f"the loss is {loss} ({where}); no gradient was kept and no weight changed")
+        loss = float(torch.stack(self.losses).sum()) if self.losses else 0.0
+        bad = [] if math.isfinite(loss) else [i for i, x in enumerate(self.logprobs) if not np.isfinite(x).all()]
+        where = f"the logprobs of datum {bad[0]}" if bad else ""
+        if self.ranks is not None:
+            return self._agreed(self.ranks, loss, where)
+        _check_loss_value(loss, where)
         return ForwardOutput(self.logprobs, mean_metrics(add_metrics(self.metrics)), loss)
 
+    def _agreed(self, ranks: Ranks, loss: float, where: str) -> ForwardOutput:
+        """Loss and metrics of all ranks, beside this rank's logprobs."""
+        ranks.agree(self.error)
+        sums = {n: (float(v), float(c)) for n, (v, c) in add_metrics(self.metrics).items()}
+        parts = ranks.gather([loss, where and f"{where} of rank {ranks.rank}", sums])
+        total = sum(p[0] for p in parts)
+        _check_loss_value(total, next((p[1] for p in parts if p[1]), ""))
+        names = dict.fromkeys(n for p in parts for n in p[2])
+        both = {n: [sum(p[2][n][k] for p in parts if n in p[2]) for k in (0, 1)] for n in names}
+        return ForwardOutput(self.logprobs, {n: value / count for n, (value, count) in both.items() if count}, total)
+
 # %% ../../nbs/22_engine.learner.ipynb #1ce66f45
+def _check_loss_value(loss: float, where: str) -> None:
+    if not math.isfinite(loss):
+        what = f"{where} are not finite" if where else "the logprobs are finite: look at weights, advantages and old logprobs"
+        raise NonFiniteError(f"the loss is {loss} ({what}); no gradient was kept and no weight changed")
+
+# %% ../../nbs/22_engine.learner.ipynb #bcc6293d
 class Trained:
     """The trained parts of a model, with their optimizers and accumulated gradients."""
 
@@ -118,6 +139,7 @@ class Trained:
         self.model, self.seed = model, seed
         self.calls = 0  # backward calls so far: LoRA dropout is drawn from (seed, calls)
         self._optimizers: dict[str | None, AdamW] = {}
+        self._first: dict[str | None, Tensor] = {}  # a parameter of each, to know it by
         self._pending: dict[str | None, list[Tensor | None]] = {}
         self._lock = threading.RLock()
 
@@ -126,11 +148,16 @@ class Trained:
         params = self.model.parameters(adapter)
         if not params:
             raise ConfigError(f"the base weights are frozen under adapters; name the one to train (valid: {', '.join(self.model.adapters)})")
-        known = self._optimizers.get(adapter)
-        if known is None or next(iter(known.params.values())) is not next(iter(params.values())):
-            self._optimizers[adapter] = AdamW(params)  # also where an adapter was removed and added anew
+        first = next(iter(params.values()))
+        if self._first.get(adapter) is not first:
+            self._first[adapter] = first
+            self._optimizers[adapter] = AdamW({n: local(p) for n, p in params.items()}, self.model.ranks)  # also where an adapter was removed and added anew
             self._pending.pop(adapter, None)
         return self._optimizers[adapter]
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What fails within it on one rank fails on all."""
+        return nullcontext() if self.model.ranks is None else self.model.ranks.together()
 
     def gradients(self, adapter: str | None = None) -> dict[str, Tensor]:
         """Accumulated gradients by name; empty where there are none."""
@@ -168,7 +195,8 @@ class Trained:
         """Go back to a state; raises CheckpointError, with nothing changed, where it is of another model."""
         with self._lock:
             mine = {n: t for part in self._parts() for n, t in self._tensors(part).items() if "/grad/" not in n}
-            compare_states(tensors, meta, mine, self)
+            with self._together():
+                compare_states(tensors, meta, mine, self)
             with self.model.lock, torch.no_grad():
                 for name, t in mine.items():
                     t.copy_(tensors[name])
@@ -181,16 +209,6 @@ class Trained:
         return [tensors[n].to(self.model.device, copy=True) if n in tensors else None for n in names]
 
 # %% ../../nbs/22_engine.learner.ipynb #31615ee1
-def base_fingerprint(model: EngineModel) -> str:
-    """Short hash of names, shapes and some values of the frozen weights."""
-    digest = hashlib.sha256()
-    for name, p in model.base.named_parameters():
-        if "lora_" not in name:
-            digest.update(f"{name.replace('.base_layer', '')} {tuple(p.shape)} {p.dtype}".encode())
-            digest.update(p.detach().flatten()[:64].double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def compare_states(
     theirs: Mapping[str, Tensor],
     meta: Mapping[str, Any],
@@ -245,10 +263,13 @@ class Learner(Trained):
         """Logprobs and loss, without gradients."""
         with self._lock, torch.no_grad():
             call = self._call(datums, loss_fn, loss_config)
-            for layout in self._layouts(datums, stop_flag):
-                with self._context(adapter):
-                    self._micro_batch(layout, call)
-            return call.output()
+            try:
+                for layout in self._layouts(datums, stop_flag):
+                    with self._context(adapter):
+                        self._micro_batch(layout, call)
+                return call.output()
+            finally:
+                self.model.reshard()
 
     def forward_backward(
         self,
@@ -260,36 +281,58 @@ class Learner(Trained):
     ) -> ForwardOutput:
         """Logprobs and loss, the loss's gradient added to what has accumulated; all of it or, on any error, none."""
         with self._lock:
-            params = list(self.optimizer(adapter).params.values())
+            params = self._leaves(adapter)
             call = self._call(datums, loss_fn, loss_config)
             try:
                 wide: list[Tensor | None] = [None] * len(params)
                 for layout in self._layouts(datums, stop_flag):
                     with self._context(adapter, train=True):
-                        self._micro_batch(layout, call).backward(inputs=params)
+                        loss = self._micro_batch(layout, call)
+                        loss.backward(inputs=params) if call.ranks is None else loss.backward()  # FSDP2 puts a leaf of its own in place of each parameter
                     wide = _widen(params, wide)
                 out = call.output()
-                grads = [p.grad if w is None else w for p, w in zip(params, wide)]
+                grads = [w if w is not None or p.grad is None else local(p.grad) for p, w in zip(params, wide)]
             finally:
                 for p in params:
                     p.grad = None
+                self.model.reshard()
             self._pending[adapter] = _added(self._pending.get(adapter), grads)
             self.calls += 1
             return out
 
+    def _leaves(self, adapter: str | None) -> list[Tensor]:
+        """The parameters that a call trains, as autograd sees them."""
+        optimizer = self.optimizer(adapter)
+        return list(optimizer.params.values() if self.model.ranks is None else self.model.parameters(adapter).values())
+
     def _call(self, datums: Sequence[Datum], loss_fn: str | Callable[..., Any], loss_config: Mapping[str, Any] | None) -> Call:
-        temperature, config = split_config(loss_config)
-        check_loss(loss_fn, config)
-        needed = [f for f in required_fields(loss_fn, config) if f != "weights"]
-        check_datums(datums, needed, self.model.vocab_size, self.model.max_length)
-        return Call(loss_fn, config, temperature, [np.zeros(0, np.float32)] * len(datums))
+        with self._together():
+            temperature, config = split_config(loss_config)
+            check_loss(loss_fn, config)
+            needed = [f for f in required_fields(loss_fn, config) if f != "weights"]
+            if len(datums) or self.model.ranks is None:
+                check_datums(datums, needed, self.model.vocab_size, self.model.max_length)
+        return Call(loss_fn, config, temperature, [np.zeros(0, np.float32)] * len(datums), ranks=self.model.ranks)
 
     def _layouts(self, datums: Sequence[Datum], stop_flag: threading.Event | None) -> Iterator[Layout]:
         """Micro-batches, until somebody wants to stop."""
+        if self.model.ranks is not None:
+            yield from self._layouts_in_step(datums, stop_flag, self.model.ranks)
+            return
         for layout in layouts(datums, self.token_budget, self.model.device, self.share_prefixes, self.model.vocab_size):
             if stop_flag is not None and stop_flag.is_set():
                 raise Interrupted("stopped between micro-batches; the gradients of this call were undone")
             yield layout
+
+    def _layouts_in_step(self, datums: Sequence[Datum], stop_flag: threading.Event | None, ranks: Ranks) -> Iterator[Layout]:
+        """The same number on every rank: those that have fewer get empty ones."""
+        groups = split_by_budget(datums, self.token_budget, self.share_prefixes) if len(datums) else []
+        for i in range(max(ranks.gather(len(groups)))):
+            if stop_flag is not None and ranks.any(stop_flag.is_set()):
+                raise Interrupted("stopped between micro-batches; the gradients of this call were undone")
+            members = groups[i] if i < len(groups) else []
+            given = [datums[k] for k in members] or [Datum(np.zeros(1, np.int64), np.zeros(1, np.int64), {})]
+            yield lay_out(given, members, self.model.device, self.share_prefixes, self.model.vocab_size)
 
     def _micro_batch(self, layout: Layout, call: Call) -> Tensor:
         """Loss of one micro-batch, with its graph; everything else about it goes into the call."""
@@ -306,9 +349,16 @@ class Learner(Trained):
             logprobs, entropy = fused_logprobs(rows, head.weight, targets, **shape), None
         if which is not None:
             logprobs, entropy = logprobs.index_select(0, which), None if entropy is None else entropy.index_select(0, which)
-        out = compute_loss(call.loss_fn, loss_input(logprobs, packed.fields, packed.seq_ids, entropy), call.config)
-        call.take(layout, out, logprobs)
-        return out.loss
+        try:
+            if layout.members:
+                out = compute_loss(call.loss_fn, loss_input(logprobs, packed.fields, packed.seq_ids, entropy), call.config)
+                call.take(layout, out, logprobs)
+                return out.loss
+        except NexRLError as e:
+            if call.ranks is None:
+                raise
+            call.error = call.error or e  # the other ranks wait for this one's backward
+        return logprobs.sum() * 0.0
 
     @contextmanager
     def _context(self, adapter: str | None, train: bool = False) -> Iterator[None]:
@@ -319,7 +369,7 @@ class Learner(Trained):
                 stack.enter_context(torch.autocast(self.model.device.type, torch.bfloat16))
             if train and adapter is not None:
                 stack.enter_context(torch.random.fork_rng([self.model.device] if self.model.device.type == "cuda" else []))
-                torch.manual_seed(_mix(self.seed, self.calls))
+                torch.manual_seed(_mix(self.seed, self.calls) if self.model.ranks is None else _mix(self.seed, self.calls, self.model.ranks.rank))
                 stack.enter_context(self.model.training())
             yield
 
@@ -343,8 +393,8 @@ def _widen(params: Sequence[Tensor], wide: list[Tensor | None]) -> list[Tensor |
     """Take the gradients of bfloat16 and float16 parameters into float32 sums."""
     for i, p in enumerate(params):
         if p.dtype in NARROW and p.grad is not None:
-            before = wide[i]
-            wide[i] = p.grad.float() if before is None else before.add_(p.grad)
+            before, grad = wide[i], local(p.grad)
+            wide[i] = grad.float() if before is None else before.add_(grad)
             p.grad = None
     return wide
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 # %% auto #0
 __all__ = ['FAMILIES', 'STATIC_ROPE', 'fuse_linears', 'Fused', 'Layer', 'rms_norm', 'rotate', 'rope_tables', 'Llama',
-           'read_llama', 'PackedRows', 'group_by_length', 'pack_rows', 'packed_attention', 'qk_normed',
+           'read_llama', 'PackedRows', 'group_by_length', 'pack_rows', 'packed_attention', 'qk_normed', 'run_layer',
            'packed_forward']
 
 # %% ../../nbs/20_engine.llama.ipynb #8b58879a
@@ -67,16 +67,17 @@ class Fused:
 
     owner: nn.Module  # the module whose attributes they are (peft may replace them there)
     names: tuple[str, ...]  # attribute names, in the buffer's order
-    weight: Tensor  # [outputs, inputs]
+    weight: Tensor  # [outputs, inputs]; empty where the layers were left apart
     bias: Tensor | None
     sizes: tuple[int, ...]  # outputs of each
+    apart: bool = False  # each layer keeps a weight of its own (sharded models)
 
     @classmethod
-    def of(cls, owner: nn.Module, *names: str) -> Fused:
-        """Fuse the named linear layers of a module."""
+    def of(cls, owner: nn.Module, *names: str, apart: bool = False) -> Fused:
+        """Fuse the named linear layers of a module, or only note them (`apart`)."""
         linears = [cast(nn.Linear, getattr(owner, n)) for n in names]
-        weight, bias = fuse_linears(linears)
-        return cls(owner, names, weight, bias, tuple(x.out_features for x in linears))
+        weight, bias = (torch.empty(0), None) if apart else fuse_linears(linears)
+        return cls(owner, names, weight, bias, tuple(x.out_features for x in linears), apart)
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -86,6 +87,8 @@ class Fused:
     @property
     def intact(self) -> bool:
         """Whether the parameters still look into the buffer (a later `.to()` would have torn them off)."""
+        if self.apart:
+            return False
         at = self.weight.data_ptr()
         for x in self.linears:
             w = cast(Tensor, getattr(x, "base_layer", x).weight)
@@ -97,7 +100,7 @@ class Fused:
     def __call__(self, x: Tensor) -> Tensor:
         """All outputs side by side [..., outputs], with gradients to the parameters."""
         linears = self.linears
-        if not all(type(m) is nn.Linear for m in linears):
+        if self.apart or not all(type(m) is nn.Linear for m in linears):
             return torch.cat([m(x) for m in linears], -1)
         if not torch.is_grad_enabled() or not linears[0].weight.requires_grad:
             return F.linear(x, self.weight, self.bias)
@@ -167,6 +170,7 @@ class Llama:
     kv_heads: int
     head_dim: int
     scale: float  # of the attention scores
+    apart: bool = False  # the weights were not fused: layers run as modules, so that hooks on them fire
     tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -209,16 +213,17 @@ def _plain(core: Any, config: Any) -> bool:
 def read_llama(
     core: Any,  # the decoder of a transformers model, already on its device
     config: Any,
+    apart: bool = False,  # leave the weights as they are, to be sharded
 ) -> Llama | None:  # None: of another shape; the model's own forward serves it
     """Fuse the weights of a Llama-shaped decoder in place."""
     if not _plain(core, config):
         return None
     layers = []
     for i, block in enumerate(core.layers):
-        qkv = Fused.of(block.self_attn, "q_proj", "k_proj", "v_proj")
-        layers.append(Layer(block, qkv, Fused.of(block.mlp, "gate_proj", "up_proj"), _window(config, i)))
+        qkv = Fused.of(block.self_attn, "q_proj", "k_proj", "v_proj", apart=apart)
+        layers.append(Layer(block, qkv, Fused.of(block.mlp, "gate_proj", "up_proj", apart=apart), _window(config, i)))
     attn = core.layers[0].self_attn
-    return Llama(core, layers, config.num_attention_heads, config.num_key_value_heads, attn.head_dim, attn.scaling)
+    return Llama(core, layers, config.num_attention_heads, config.num_key_value_heads, attn.head_dim, attn.scaling, apart)
 
 # %% ../../nbs/20_engine.llama.ipynb #ac5c8c83
 @dataclass
@@ -323,6 +328,13 @@ def _block(x_ND: Tensor, layer: Layer, shape: Llama, rows: PackedRows, cos: Tens
     return cast(Tensor, x_ND + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up))
 
 
+def run_layer(x_ND: Tensor, layer: Layer, shape: Llama, rows: PackedRows, cos: Tensor, sin: Tensor, recompute: bool = False) -> Tensor:
+    """One decoder layer, run again in backward if asked."""
+    if recompute and torch.is_grad_enabled():
+        return cast(Tensor, checkpoint(_block, x_ND, layer, shape, rows, cos, sin, use_reentrant=False))
+    return _block(x_ND, layer, shape, rows, cos, sin)
+
+
 def packed_forward(
     model: Llama,
     tokens_N: Tensor,
@@ -334,8 +346,6 @@ def packed_forward(
     x_ND = model.core.embed_tokens(tokens_N)
     cos, sin = model.rope(positions_N, x_ND.dtype, max(rows.lengths, default=0))
     for layer in model.layers:
-        if recompute and torch.is_grad_enabled():
-            x_ND = cast(Tensor, checkpoint(_block, x_ND, layer, model, rows, cos, sin, use_reentrant=False))
-        else:
-            x_ND = _block(x_ND, layer, model, rows, cos, sin)
+        args = (layer, model, rows, cos, sin, recompute)
+        x_ND = layer.block(x_ND, packed=args) if model.apart else run_layer(x_ND, *args)
     return rms_norm(x_ND, model.core.norm)

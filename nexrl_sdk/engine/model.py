@@ -5,24 +5,29 @@
 # %% ../../nbs/20_engine.model.ipynb #3ab8e942
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .llama import Llama, PackedRows, pack_rows, packed_forward, read_llama
+from .llama import Llama, PackedRows, pack_rows, packed_forward, read_llama, run_layer
+from .shard import Ranks, shard_module, with_packed
 from ..types import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0
 __all__ = ['DTYPES', 'ATTENTION', 'resolve_model', 'pick_dtype', 'pick_device', 'LoraConfig', 'linear_names', 'lora_targets',
-           'Head', 'read_head', 'Weights', 'Adapters', 'check_adapter', 'EngineModel', 'padded_forward',
-           'set_checkpointing', 'check_head', 'load_model', 'load_tokenizer']
+           'Head', 'read_head', 'Weights', 'Adapters', 'check_adapter', 'base_fingerprint', 'EngineModel',
+           'padded_forward', 'one_group', 'set_checkpointing', 'check_head', 'load_model', 'load_tokenizer']
 
 # %% ../../nbs/20_engine.model.ipynb #0d8fb08c
 def resolve_model(
@@ -161,6 +166,7 @@ class Weights:
         module: Any,  # on its final device and in its final dtype
         path: str = "",  # where it came from
         max_length: int | None = None,  # context length; None: what the configuration says
+        apart: bool = False,  # do not fuse weights: the model will be sharded
     ):
         self.base = module.eval()
         self.module: Any = module  # with peft's wrapper once there is an adapter
@@ -170,7 +176,9 @@ class Weights:
         self.version = 0  # of the published weights; completions carry it
         self._limit = max_length
         self.core = getattr(module, module.base_model_prefix, module)
-        self.llama: Llama | None = read_llama(self.core, module.config)
+        self.llama: Llama | None = read_llama(self.core, module.config, apart)
+        self.ranks: Ranks | None = None  # the processes that hold parts of it; None: whole weights
+        self.fingerprint = ""  # of the frozen weights, taken before they were sharded
         self.linear_names, self.head_names = linear_names(module)
 
     @property
@@ -226,6 +234,10 @@ class Adapters(Weights):
         """The first adapter; None where there is none and the weights themselves are trained."""
         return next(iter(self.adapters), None)
 
+    def _check_whole(self, advice: str) -> None:
+        if self.ranks is not None:
+            raise ConfigError(advice)
+
     def _check_name(self, name: str | None) -> None:
         if name is not None and name not in self.adapters:
             raise ConfigError(f"there is no adapter {name!r}{nearest(name, self.adapters)}" if self.adapters else f"there is no adapter {name!r}: this model has none")
@@ -246,6 +258,7 @@ class Adapters(Weights):
     def _attach(self, name: str, config: Any, seed: int) -> None:
         import peft
 
+        self._check_whole("an adapter is added before a model is sharded: load_model(…, lora=…, mesh=…)")
         if not name.isidentifier():
             raise ConfigError(f"an adapter is named with letters, digits and underscores, not {name!r}")
         if name in self.adapters:
@@ -261,6 +274,7 @@ class Adapters(Weights):
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; the last one leaves the bare base model, its weights still frozen."""
+        self._check_whole("the adapter of a sharded model cannot be removed: load the model without it")
         self._check_name(name)
         with self.lock:
             if len(self.adapters) > 1:
@@ -337,6 +351,18 @@ def _fan(layer: Any) -> tuple[int, int]:
     return (columns, rows) if isinstance(layer, nn.Linear | nn.Embedding) else (rows, columns)
 
 # %% ../../nbs/20_engine.model.ipynb #4847c37c
+def base_fingerprint(model: Adapters) -> str:
+    """Short hash of names, shapes and some values of the frozen weights."""
+    if model.ranks is not None:
+        return model.fingerprint
+    digest = hashlib.sha256()
+    for name, p in model.base.named_parameters():
+        if "lora_" not in name:
+            digest.update(f"{name.replace('.base_layer', '')} {tuple(p.shape)} {p.dtype}".encode())
+            digest.update(p.detach().flatten()[:64].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+# %% ../../nbs/20_engine.model.ipynb #0e578da4
 class EngineModel(Adapters):
     """A causal language model as learner and sampler share it: one set of weights, any number of adapters."""
 
@@ -400,11 +426,38 @@ class EngineModel(Adapters):
     ) -> Tensor:  # [N, D] what the head reads
         """Hidden states of packed sequences under the active adapter, each sequence by itself, with gradients."""
         rows = cu_seqlens if isinstance(cu_seqlens, PackedRows) else pack_rows(cu_seqlens, self.device)
+        run = self._hidden if self.ranks is None else self._hidden_of_shards
+        return run(tokens_N, positions_N, rows, gradient_checkpointing)
+
+    def _hidden(self, tokens_N: Tensor, positions_N: Tensor | None, rows: PackedRows, recompute: bool) -> Tensor:
         if self.llama is None:
-            return padded_forward(self, tokens_N, rows, gradient_checkpointing)
+            return padded_forward(self, tokens_N, rows, recompute)
         if positions_N is None:
             positions_N = torch.cat([torch.arange(n, device=self.device) for n in rows.lengths])
-        return packed_forward(self.llama, tokens_N, positions_N, rows, gradient_checkpointing)
+        return packed_forward(self.llama, tokens_N, positions_N, rows, recompute)
+
+    def _hidden_of_shards(self, *args: Any) -> Tensor:
+        """The same through the root's own call, whose hooks gather its weights."""
+        return cast(Tensor, self.base(packed=args))
+
+    def shard(
+        self,
+        mesh: DeviceMesh,  # of one dimension
+    ) -> None:
+        """Divide the weights over the ranks of a mesh; every rank calls it, with the same weights, and is then called in step with the others."""
+        if self.llama is not None and not self.llama.apart:
+            raise ConfigError("this model's weights are fused for one process; shard it as it is loaded: load_model(…, mesh=mesh)")
+        self.fingerprint = base_fingerprint(self)
+        with_packed(self.base, self._hidden)
+        for layer in self.llama.layers if self.llama is not None else ():
+            with_packed(layer.block, run_layer)
+        shard_module(self.base, mesh)
+        self.ranks = Ranks(mesh)
+
+    def reshard(self) -> None:
+        """Let go of weights that were gathered and not yet freed by a backward."""
+        if self.ranks is not None:
+            self.base.reshard()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -428,12 +481,25 @@ def padded_forward(
     """Hidden states by the model's own forward."""
     if recompute != bool(getattr(model.base, "is_gradient_checkpointing", False)):
         set_checkpointing(model.base, recompute)
+    if model.ranks is not None and len(rows.groups) > 1:  # one call of each layer, on every rank
+        rows = one_group(rows, tokens_N.device)
     outs = []
     for index, n, length in rows.groups:
         ids = (tokens_N if index is None else tokens_N[index]).view(n, length)
         outs.append(model.core(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1))
     flat = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return flat if rows.inverse is None else flat[rows.inverse]
+    if rows.inverse is None:
+        return flat if model.ranks is None else flat.clone()  # FSDP2 hooks the output, which may be no view
+    return flat[rows.inverse]
+
+
+def one_group(rows: PackedRows, device: torch.device) -> PackedRows:
+    """The same sequences, in packed order, padded to the longest."""
+    lengths, longest = torch.tensor(rows.lengths), max(rows.lengths)
+    starts, step = (lengths.cumsum(0) - lengths)[:, None], torch.arange(longest)[None]
+    index = starts + step.minimum(lengths[:, None] - 1)
+    inverse = (step < lengths[:, None]).flatten().nonzero()[:, 0]
+    return PackedRows(rows.lengths, [(index.flatten().to(device), len(lengths), longest)], inverse.to(device))
 
 
 def set_checkpointing(module: Any, on: bool) -> None:
@@ -457,6 +523,7 @@ def check_head(model: EngineModel) -> None:
     with torch.no_grad():
         theirs = model.base(input_ids=ids[None], use_cache=False).logits[0].float()
         ours = model.head()(model.backbone(ids, None, [0, 3])).float()
+        model.reshard()
     error, size = (theirs - ours).abs().max().item(), theirs.abs().max().item()
     if not size < float("inf"):
         raise ConfigError(f"the weights of {model.path or 'this model'} give logits that are not finite: they are damaged, or {str(model.dtype)[6:]} is too narrow for them")
@@ -512,22 +579,28 @@ def load_model(
     revision: str | None = None,  # of a model on the Hub
     trust_remote_code: bool = False,
     max_length: int | None = None,  # context length; None: what the configuration says
+    mesh: DeviceMesh | None = None,  # divide the weights over these ranks (FSDP2); every rank loads the model with equal arguments
 ) -> EngineModel:
     """Load a causal language model for learning and sampling."""
     path = resolve_model(path_or_id)
-    module = _load_module(path, pick_dtype(dtype), pick_device(device), revision, trust_remote_code)
-    model = EngineModel(module, path)
+    place = pick_device(device) if mesh is None else torch.device("cpu")  # FSDP2 moves block by block
+    module = _load_module(path, pick_dtype(dtype), place, revision, trust_remote_code)
+    model = EngineModel(module, path, apart=mesh is not None)
     if max_length is not None:
         if not 0 < max_length <= model.max_length:
             raise ConfigError(f"max_length must be 1 to {model.max_length}, the context of {path}, not {max_length}")
         model._limit = max_length
-    check_head(model)
+    if mesh is None:
+        check_head(model)
     if lora is not None and adapter is not None:
         raise ConfigError("give lora (a new adapter) or adapter (one from disk), not both")
     if lora is not None:
         model.add_adapter("default", replace(lora, seed=lora.seed + seed))
     if adapter is not None:
         model.load_adapter(adapter)
+    if mesh is not None:
+        model.shard(mesh)
+        check_head(model)
     return model
 
 
