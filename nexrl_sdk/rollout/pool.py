@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .rollouts import Rollouts, dumps, loads
-from ..types import ConfigError, DataError, NexRLError, Trajectory, nearest
+from ..types import ConfigError, DataError, Interrupted, NexRLError, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['Readiness', 'READINESS', 'INCOMPLETE', 'PoolStatus', 'when_full', 'when_all_arrived', 'PoolClosed', 'group_key',
-           'TrajectoryPool']
+__all__ = ['Readiness', 'READINESS', 'INCOMPLETE', 'PoolStatus', 'when_full', 'when_all_arrived', 'readiness', 'PoolClosed',
+           'group_key', 'TrajectoryPool']
 
 # %% ../../nbs/44_rollout.pool.ipynb #d180d61b
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PoolStatus:
     groups: int  # complete ones
     incomplete: int  # groups that still wait for members
     expected: int  # rollouts announced with `expect` and not yet here
+    arrived: int = 0  # rollouts in complete groups of the first announced batch, once nothing of it is missing
 
 
 def when_full(s: PoolStatus) -> int:
@@ -38,12 +39,33 @@ def when_full(s: PoolStatus) -> int:
 
 def when_all_arrived(s: PoolStatus) -> int:
     """Everything, once all that was announced is here."""
-    return s.rollouts if s.expected == 0 else 0
+    return s.arrived
 
 
 Readiness = Callable[[PoolStatus], int]
 READINESS: dict[str, Readiness] = {"batch_size": when_full, "batch_size_reached": when_full, "loaded_batch_finished": when_all_arrived}
-INCOMPLETE = ("flush", "drop")
+INCOMPLETE = ("flush", "drop", "retry")
+
+
+def readiness(
+    ready: str | Sequence[str] | Readiness,  # a name in READINESS, several, or a function
+) -> Readiness:
+    """The function that says when a batch is ready; several names: when each of them says so, the most that one of them wants."""
+    if callable(ready):
+        return ready
+    names = [ready] if isinstance(ready, str) else list(ready)
+    for name in names:
+        if name not in READINESS:
+            raise ConfigError(f"readiness {name!r} is not known{nearest(name, READINESS)}")
+    functions = [READINESS[name] for name in names]
+    if len(functions) == 1:
+        return functions[0]
+
+    def all_of(s: PoolStatus) -> int:
+        wanted = [f(s) for f in functions]
+        return max(wanted) if all(wanted) else 0
+
+    return all_of
 
 
 class PoolClosed(NexRLError, RuntimeError):
@@ -57,6 +79,7 @@ class _Group:
     key: Hashable
     trajectories: list[Trajectory] = field(default_factory=list)
     runs: set[Hashable] = field(default_factory=set)
+    batch: int = 0  # the announced batch that it is part of
 
     def add(self, run: Hashable, trajectory: Trajectory) -> None:
         self.runs.add(run)
@@ -66,6 +89,12 @@ class _Group:
     def oldest(self) -> float:
         """The oldest weight version that produced a part of it."""
         return min((v for t in self.trajectories for v in t.weight_versions), default=math.inf)
+
+    @property
+    def answered(self) -> int:
+        """Rollouts that did not fail."""
+        key = {t.run_id if t.run_id is not None else id(t) for t in self.trajectories if t.status != "failed"}
+        return len(key)
 
 
 def group_key(
@@ -95,38 +124,52 @@ class TrajectoryPool:
         *,
         group_size: int | None = None,  # rollouts in a group; None: each stands for itself
         key_list: Sequence[str] | None = None,  # fields that make a group; None: group_id
-        ready: str | Readiness = "batch_size",  # a name in READINESS, or a function
-        incomplete: str = "flush",  # groups that will not be completed: "flush" hands them out, "drop" lets them go
+        ready: str | Sequence[str] | Readiness = "batch_size",  # a name in READINESS, several (all must hold), or a function
+        incomplete: str = "flush",  # groups that will not be completed: "flush" hands them out, "drop" lets them go, "retry" too, for on_drop to ask again
         max_staleness: int | None = None,  # weight versions that a group may be behind; None: any number
         on_drop: Callable[[Rollouts, str], None] | None = None,  # told what was let go, and why: "stale" or "incomplete"
+        changed: threading.Condition | None = None,  # woken by every change; None: the pool's own
     ):
         _check_sizes(batch_size, group_size, key_list)
         if incomplete not in INCOMPLETE:
             raise ConfigError(f"incomplete={incomplete!r} is not known{nearest(incomplete, INCOMPLETE)}")
-        if isinstance(ready, str) and ready not in READINESS:
-            raise ConfigError(f"readiness {ready!r} is not known{nearest(ready, READINESS)}")
         self.batch_size, self.group_size, self.key_list, self.incomplete = batch_size, group_size, key_list, incomplete
-        self.ready: Readiness = READINESS[ready] if isinstance(ready, str) else ready
+        self.ready = readiness(ready)
         self.max_staleness, self.on_drop = max_staleness, on_drop
         self.counts: Counter[str] = Counter()  # rollouts: put, taken, stale, incomplete
-        self.weight_version, self._expected, self._closed = 0, 0, False
+        self.weight_version, self._closed = 0, False
+        self.held: Callable[[], bool] = lambda: False  # true: nothing is handed out now, as something is waited for
+        self.ended = False  # nothing more will come: what is here is handed out, also less than a batch
+        self._expected: Counter[int] = Counter()  # announced batch -> rollouts that are missing
         self._open: dict[Hashable, _Group] = {}
-        self._complete: deque[_Group] = deque()
+        self._complete: list[_Group] = []
         self._size = 0  # rollouts in complete groups
-        self._changed = threading.Condition()
+        self._changed = threading.Condition() if changed is None else changed
 
     def expect(
         self,
-        rollouts: int,  # that are under way
+        rollouts: int,  # that are under way; negative: that will not come after all
+        batch: int = 0,  # the batch that they are part of
     ) -> None:
         """Announce rollouts, before their workers begin."""
         with self._changed:
-            self._expected += rollouts
+            self._arrive(batch, -rollouts)
             self._changed.notify_all()
+
+    def _arrive(self, batch: int, rollouts: int) -> None:
+        """Count rollouts of a batch as no longer missing."""
+        left = self._expected[batch] - rollouts
+        self._expected[batch] = left
+        if left <= 0:
+            del self._expected[batch]
 
     def put(
         self,
         trajectories: Trajectory | Iterable[Trajectory],  # whole rollouts: all trajectories of a run_id at once
+        *,
+        batch: int = 0,  # the announced batch that they are part of
+        whole: bool = False,  # their groups get no more members; one with fewer answers than group_size is incomplete
+        incomplete: str | None = None,  # the policy for those; None: the pool's
     ) -> None:
         """Add rollouts; raises PoolClosed after `close`."""
         arrived = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
@@ -134,26 +177,34 @@ class TrajectoryPool:
         with self._changed:
             if self._closed:
                 raise PoolClosed("the pool is closed: nothing can be put into it any more")
-            gone = self._add(placed)
+            full = self._add(placed, batch, whole)
+            lacking = self._let_go([g for g in full if g.answered < (self.group_size or 1)]) if whole and (incomplete or self.incomplete) != "flush" else []
+            stale = self._store(g for g in full if g not in lacking)
             self._changed.notify_all()
-        self._tell(gone, "stale")
+        self._tell(stale, "stale")
+        self._tell(lacking, "incomplete")
 
-    def _add(self, placed: Sequence[tuple[Hashable, Trajectory]]) -> list[_Group]:
-        """Sort trajectories into groups; returns the groups that were stale when complete."""
+    def _add(self, placed: Sequence[tuple[Hashable, Trajectory]], batch: int, whole: bool) -> list[_Group]:
+        """Sort trajectories into groups; returns the groups that are complete now."""
         touched: dict[Hashable, _Group] = {}
         runs: set[Hashable] = set()
         for key, t in placed:
             run = (key, id(t) if t.run_id is None else t.run_id)
             home = key if self.group_size is not None else run
-            group = touched[home] = self._open.setdefault(home, _Group(home))
+            group = touched[home] = self._open.setdefault(home, _Group(home, batch=batch))
             group.add(run, t)
             runs.add(run)
         self.counts["put"] += len(runs)
-        self._expected = max(0, self._expected - len(runs))
-        full = [g for g in touched.values() if self.group_size is None or len(g.runs) >= self.group_size]
+        self._arrive(batch, max(len(runs), len(touched) * (self.group_size or 1)) if whole else len(runs))
+        full = [g for g in touched.values() if whole or self.group_size is None or len(g.runs) >= self.group_size]
         for g in full:
             del self._open[g.key]
-        return self._store(full)
+        return full
+
+    def _let_go(self, groups: list[_Group]) -> list[_Group]:
+        """Count incomplete groups that nobody gets."""
+        self.counts["incomplete"] += sum(len(g.runs) for g in groups)
+        return groups
 
     def _store(self, groups: Iterable[_Group]) -> list[_Group]:
         gone = []
@@ -176,10 +227,36 @@ class TrajectoryPool:
         """Let go of the groups that are now too far behind."""
         with self._changed:
             self.weight_version = version
-            waiting, self._size = list(self._complete), 0
-            self._complete.clear()
+            waiting, self._complete, self._size = self._complete, [], 0
             gone = self._store(waiting)
+            self._changed.notify_all()
         self._tell(gone, "stale")
+
+    def put_back(
+        self,
+        groups: Iterable[Sequence[Trajectory]],  # that were taken and not used
+        batches: Iterable[int],  # the announced batch of each
+    ) -> None:
+        """Have groups again that were handed out, before all others of their batches."""
+        with self._changed:
+            back = []
+            for trajectories, batch in zip(groups, batches, strict=True):
+                group = _Group(group_key(trajectories[0], self.key_list), batch=batch)
+                for t in trajectories:
+                    group.add(id(t) if t.run_id is None else t.run_id, t)
+                back.append(group)
+            self.counts["taken"] -= sum(len(g.runs) for g in back)
+            rest, self._complete, self._size = self._complete, [], 0
+            gone = self._store([*back, *rest])
+            self._changed.notify_all()
+        self._tell(gone, "stale")
+
+    def clear(self) -> None:
+        """Forget everything that is here or announced."""
+        with self._changed:
+            self._open, self._complete, self._size, self.ended = {}, [], 0, False
+            self._expected.clear()
+            self._changed.notify_all()
 
     def _tell(self, gone: Sequence[_Group], why: str) -> None:
         if gone and self.on_drop is not None:
@@ -189,15 +266,12 @@ class TrajectoryPool:
         """Nothing more will come: hand over incomplete groups, or let them go."""
         groups = list(self._open.values())
         self._open.clear()
-        if self.incomplete == "flush":
-            return self._store(groups)
-        self.counts["incomplete"] += sum(len(g.runs) for g in groups)
-        return groups
+        return self._store(groups) if self.incomplete == "flush" else self._let_go(groups)
 
     @property
     def _why(self) -> str:
         """Why `_settle` lets a group go."""
-        return "incomplete" if self.incomplete == "drop" else "stale"
+        return "stale" if self.incomplete == "flush" else "incomplete"
 
     @property
     def status(self) -> PoolStatus:
@@ -206,7 +280,9 @@ class TrajectoryPool:
             return self._status()
 
     def _status(self) -> PoolStatus:
-        return PoolStatus(self.batch_size, self._size, len(self._complete), len(self._open), self._expected)
+        first = min((*self._expected, *(g.batch for g in self._complete)), default=0)
+        arrived = 0 if self._expected[first] else sum(len(g.runs) for g in self._complete if g.batch == first)
+        return PoolStatus(self.batch_size, self._size, len(self._complete), len(self._open), self._expected.total(), arrived)
 
     def get_batch_nowait(self) -> Rollouts | None:  # None: not ready
         """A batch, if one is ready; raises PoolClosed where none will ever be."""
@@ -220,15 +296,18 @@ class TrajectoryPool:
     def get_batch_blocking(
         self,
         timeout: float | None = None,  # seconds; None waits until there is one, or the pool is closed
+        stop: Callable[[], bool] | None = None,  # true: wait no longer; asked whenever the pool changes
     ) -> Rollouts:
-        """Wait for a batch; raises PoolClosed where none will come, TimeoutError where none came in time."""
+        """Wait for a batch; raises PoolClosed where none will come, TimeoutError where none came in time, Interrupted where `stop` says so."""
         batch: Rollouts | None = None
         gone: list[_Group] = []
+        stopped = False
 
         def try_it() -> bool:
-            nonlocal batch
-            batch = self._take(gone)
-            return batch is not None
+            nonlocal batch, stopped
+            stopped = stop is not None and stop()
+            batch = None if stopped else self._take(gone)
+            return stopped or batch is not None
 
         try:
             with self._changed:
@@ -236,6 +315,8 @@ class TrajectoryPool:
                 state = self._status()
         finally:
             self._tell(gone, self._why)
+        if stopped:
+            raise Interrupted("stopped while waiting for rollouts")
         if batch is None:
             raise TimeoutError(f"no batch was ready within {timeout:g} s: {state.rollouts} of {state.batch_size} rollouts are in complete groups, {state.incomplete} groups are incomplete")
         return batch
@@ -245,16 +326,17 @@ class TrajectoryPool:
         gone: list[_Group],  # gets what is let go on the way
     ) -> Rollouts | None:
         """A batch, if there is one; the caller holds the lock."""
-        if self._expected == 0 and self._open and self.ready is when_all_arrived:
+        if not self._expected and self._open and self.ready is when_all_arrived:
             gone += self._settle()
-        wanted = self.ready(self._status())
-        if self._closed:
-            if not self._complete:
-                raise PoolClosed("the pool is closed, and everything in it has been taken")
+        wanted = 0 if self.held() else self.ready(self._status())
+        if self._closed and not self._complete:
+            raise PoolClosed("the pool is closed, and everything in it has been taken")
+        if self._closed or self.ended:
             wanted = wanted or self.batch_size
+        self._complete.sort(key=lambda g: g.batch)
         taken: list[_Group] = []
         while self._complete and wanted > 0:
-            group = self._complete.popleft()
+            group = self._complete.pop(0)
             taken.append(group)
             self._size -= len(group.runs)
             wanted -= len(group.runs)
@@ -265,7 +347,8 @@ class TrajectoryPool:
         """Take nothing more, settle incomplete groups, and wake everyone who waits; calling it again does nothing."""
         with self._changed:
             gone = [] if self._closed else self._settle()
-            self._closed, self._expected = True, 0
+            self._closed = True
+            self._expected.clear()
             self._changed.notify_all()
         self._tell(gone, self._why)
 
@@ -278,8 +361,10 @@ class TrajectoryPool:
     def state_dict(self) -> dict[str, Any]:
         """Everything in the pool, JSON-like and exact."""
         with self._changed:
-            stored = {name: [[dumps(t) for t in g.trajectories] for g in groups] for name, groups in (("complete", self._complete), ("open", self._open.values()))}
-            return {**stored, "counts": dict(self.counts), "expected": self._expected, "weight_version": self.weight_version}
+            groups = {"complete": self._complete, "open": list(self._open.values())}
+            stored: dict[str, Any] = {name: [[dumps(t) for t in g.trajectories] for g in some] for name, some in groups.items()}
+            batches = {name: [g.batch for g in some] for name, some in groups.items()}
+            return {**stored, "batches": batches, "counts": dict(self.counts), "expected": [[b, n] for b, n in self._expected.items()], "weight_version": self.weight_version}
 
     def load_state_dict(
         self,
@@ -287,19 +372,18 @@ class TrajectoryPool:
     ) -> None:
         """Go back to a stored state."""
         with self._changed:
-            self._open, self._complete, self._size = {}, deque(), 0
-            complete, opened = ([self._regroup(lines) for lines in state[name]] for name in ("complete", "open"))
-            self._complete.extend(complete)
-            self._size = sum(len(g.runs) for g in complete)
+            complete, opened = ([self._regroup(lines, batch) for lines, batch in zip(state[name], state["batches"][name], strict=True)] for name in ("complete", "open"))
+            self._complete, self._size = complete, sum(len(g.runs) for g in complete)
             self._open = {g.key: g for g in opened}
-            self.counts, self._expected, self.weight_version = Counter(state["counts"]), int(state["expected"]), int(state["weight_version"])
+            self.counts, self.weight_version = Counter(state["counts"]), int(state["weight_version"])
+            self._expected = Counter({int(b): int(n) for b, n in state["expected"]})
             self._changed.notify_all()
 
-    def _regroup(self, lines: Sequence[str]) -> _Group:
+    def _regroup(self, lines: Sequence[str], batch: int) -> _Group:
         trajectories = [loads(line) for line in lines]
         key = group_key(trajectories[0], self.key_list)
         first = (key, id(trajectories[0]) if trajectories[0].run_id is None else trajectories[0].run_id)
-        group = _Group(key if self.group_size is not None else first)
+        group = _Group(key if self.group_size is not None else first, batch=batch)
         for t in trajectories:
             group.add((key, id(t) if t.run_id is None else t.run_id), t)
         return group

@@ -178,7 +178,7 @@ def test_a_readiness_of_ones_own():
     pool.put(rollout(0, 0))
     assert pool.get_batch_nowait() is None
     pool.put(rollout(1, 0))
-    assert len(pool.get_batch_nowait()) == 2 and seen[-1] == PoolStatus(100, 2, 2, 0, 0)
+    assert len(pool.get_batch_nowait()) == 2 and seen[-1] == PoolStatus(100, 2, 2, 0, 0, arrived=2)
 
 
 def test_stale_groups_are_let_go_and_counted():
