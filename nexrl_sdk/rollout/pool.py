@@ -144,7 +144,7 @@ class TrajectoryPool:
         self._open: dict[Hashable, _Group] = {}
         self._complete: list[_Group] = []
         self._size = 0  # rollouts in complete groups
-        self._changed = threading.Condition() if changed is None else changed
+        self.changed = threading.Condition() if changed is None else changed
 
     def expect(
         self,
@@ -152,9 +152,9 @@ class TrajectoryPool:
         batch: int = 0,  # the batch that they are part of
     ) -> None:
         """Announce rollouts, before their workers begin."""
-        with self._changed:
+        with self.changed:
             self._arrive(batch, -rollouts)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _arrive(self, batch: int, rollouts: int) -> None:
         """Count rollouts of a batch as no longer missing."""
@@ -174,13 +174,13 @@ class TrajectoryPool:
         """Add rollouts; raises PoolClosed after `close`."""
         arrived = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
         placed = [(group_key(t, self.key_list), t) for t in arrived]
-        with self._changed:
+        with self.changed:
             if self._closed:
                 raise PoolClosed("the pool is closed: nothing can be put into it any more")
             full = self._add(placed, batch, whole)
             lacking = self._let_go([g for g in full if g.answered < (self.group_size or 1)]) if whole and (incomplete or self.incomplete) != "flush" else []
             stale = self._store(g for g in full if g not in lacking)
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._tell(stale, "stale")
         self._tell(lacking, "incomplete")
 
@@ -225,11 +225,11 @@ class TrajectoryPool:
         version: int,  # of the newest weights
     ) -> None:
         """Let go of the groups that are now too far behind."""
-        with self._changed:
+        with self.changed:
             self.weight_version = version
             waiting, self._complete, self._size = self._complete, [], 0
             gone = self._store(waiting)
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._tell(gone, "stale")
 
     def put_back(
@@ -238,7 +238,7 @@ class TrajectoryPool:
         batches: Iterable[int],  # the announced batch of each
     ) -> None:
         """Have groups again that were handed out, before all others of their batches."""
-        with self._changed:
+        with self.changed:
             back = []
             for trajectories, batch in zip(groups, batches, strict=True):
                 group = _Group(group_key(trajectories[0], self.key_list), batch=batch)
@@ -248,15 +248,15 @@ class TrajectoryPool:
             self.counts["taken"] -= sum(len(g.runs) for g in back)
             rest, self._complete, self._size = self._complete, [], 0
             gone = self._store([*back, *rest])
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._tell(gone, "stale")
 
     def clear(self) -> None:
         """Forget everything that is here or announced."""
-        with self._changed:
+        with self.changed:
             self._open, self._complete, self._size, self.ended = {}, [], 0, False
             self._expected.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _tell(self, gone: Sequence[_Group], why: str) -> None:
         if gone and self.on_drop is not None:
@@ -276,7 +276,7 @@ class TrajectoryPool:
     @property
     def status(self) -> PoolStatus:
         """The pool in numbers."""
-        with self._changed:
+        with self.changed:
             return self._status()
 
     def _status(self) -> PoolStatus:
@@ -288,7 +288,7 @@ class TrajectoryPool:
         """A batch, if one is ready; raises PoolClosed where none will ever be."""
         gone: list[_Group] = []
         try:
-            with self._changed:
+            with self.changed:
                 return self._take(gone)
         finally:
             self._tell(gone, self._why)
@@ -310,8 +310,8 @@ class TrajectoryPool:
             return stopped or batch is not None
 
         try:
-            with self._changed:
-                self._changed.wait_for(try_it, timeout)
+            with self.changed:
+                self.changed.wait_for(try_it, timeout)
                 state = self._status()
         finally:
             self._tell(gone, self._why)
@@ -345,11 +345,11 @@ class TrajectoryPool:
 
     def close(self) -> None:
         """Take nothing more, settle incomplete groups, and wake everyone who waits; calling it again does nothing."""
-        with self._changed:
+        with self.changed:
             gone = [] if self._closed else self._settle()
             self._closed = True
             self._expected.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._tell(gone, self._why)
 
     def metrics(self) -> dict[str, float]:
@@ -360,7 +360,7 @@ class TrajectoryPool:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in the pool, JSON-like and exact."""
-        with self._changed:
+        with self.changed:
             groups = {"complete": self._complete, "open": list(self._open.values())}
             stored: dict[str, Any] = {name: [[dumps(t) for t in g.trajectories] for g in some] for name, some in groups.items()}
             batches = {name: [g.batch for g in some] for name, some in groups.items()}
@@ -371,13 +371,13 @@ class TrajectoryPool:
         state: Mapping[str, Any],  # what `state_dict` gave
     ) -> None:
         """Go back to a stored state."""
-        with self._changed:
+        with self.changed:
             complete, opened = ([self._regroup(lines, batch) for lines, batch in zip(state[name], state["batches"][name], strict=True)] for name in ("complete", "open"))
             self._complete, self._size = complete, sum(len(g.runs) for g in complete)
             self._open = {g.key: g for g in opened}
             self.counts, self.weight_version = Counter(state["counts"]), int(state["weight_version"])
             self._expected = Counter({int(b): int(n) for b, n in state["expected"]})
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _regroup(self, lines: Sequence[str], batch: int) -> _Group:
         trajectories = [loads(line) for line in lines]

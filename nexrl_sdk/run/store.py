@@ -222,6 +222,10 @@ class Folder:
         lines, _ = read_lines(self.folder / "metrics.jsonl")
         return [{k: (math.nan if v is None else v) for k, v in line.items()} for line in lines]
 
+    def ledger(self) -> list[dict[str, Any]]:
+        """The prompts of each step, as "epoch:index": `trained`, and left out as `stale` or `incomplete`; empty in sync mode."""
+        return read_lines(self.folder / "ledger.jsonl")[0]
+
     def metrics(self) -> Any:  # a polars DataFrame
         """The metrics as a table, one row a step."""
         import polars as pl
@@ -375,10 +379,10 @@ class Run(Folder):
 
     def _repair(self) -> None:
         """Drop a torn last line, and what a kill left half written."""
-        path = self.folder / "metrics.jsonl"
-        _, size = read_lines(path)
-        if path.exists() and path.stat().st_size > size:
-            os.truncate(path, size)
+        for path in (self.folder / "metrics.jsonl", self.folder / "ledger.jsonl"):
+            _, size = read_lines(path)
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
         for part in [*self.folder.glob(".*.part"), *(self.folder / "rollouts").glob(".*.part.jsonl")]:
             part.unlink(missing_ok=True)
 
@@ -424,6 +428,16 @@ class Run(Folder):
         with writing(self.folder):
             append_line(self.folder / "metrics.jsonl", _line(step, metrics))
         self.tracker.log_train_step(metrics, step)
+
+    def log_prompts(
+        self,
+        step: int,
+        prompts: Mapping[str, Sequence[str]],  # "trained", and why others were left out -> "epoch:index"
+    ) -> None:
+        """Write into the ledger what a step was trained on, and what was left out since the one before."""
+        self._writable()
+        with writing(self.folder):
+            append_line(self.folder / "ledger.jsonl", _line(step, {why: list(keys) for why, keys in prompts.items()}))
 
     def save_rollouts(
         self,
@@ -473,10 +487,11 @@ class Run(Folder):
                     _remove_checkpoint(path) if path.is_dir() else path.unlink()
             for name in ("summary.json", "metrics.parquet", "report.html"):
                 (self.folder / name).unlink(missing_ok=True)
-            lines, _ = read_lines(self.folder / "metrics.jsonl")
-            kept = [line for line in lines if line["step"] <= step]
-            if len(kept) < len(lines):
-                write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+            for name in ("ledger.jsonl", "metrics.jsonl"):
+                lines, _ = read_lines(self.folder / name)
+                kept = [line for line in lines if line["step"] <= step]
+                if len(kept) < len(lines):
+                    write_whole(self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 
     def finish(
         self,

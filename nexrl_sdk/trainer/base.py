@@ -19,17 +19,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..algo.losses import PRESETS
 from ..algo.metrics import rollout_metrics, val_metrics
 from ..backend.base import Backend
+from ..recipe.check import UNCLIPPED
 from ..recipe.config import Recipe
 from ..rollout.data import DataStream
+from ..rollout.pool import TrajectoryPool
+from ..rollout.sync import StopFlag, WeightSyncController
 from ..run.store import Run
+from .modes import PoolFlow, ProducerFlow, make_flow, overlaps, whole_groups
 from ..types import BackendError, CheckpointError, ConfigError, DataError, EvaluatorError, Interrupted, Trajectory, nearest
 
 # %% auto #0
 __all__ = ['TRAINERS', 'SCRATCH_BYTES', 'StepResult', 'EvalResult', 'History', 'interruptible', 'Wiring', 'trainer_class',
-           'trainer_config', 'TrainerMeta', 'TrainerCore', 'Stages', 'Steps', 'Validation', 'Going', 'RunHandle',
-           'BaseTrainer']
+           'off_policy', 'trainer_config', 'TrainerMeta', 'TrainerCore', 'Stages', 'Steps', 'Validation', 'Going',
+           'RunHandle', 'BaseTrainer']
 
 # %% ../../nbs/70_trainer.base.ipynb #8c97d2ca
 @dataclass(frozen=True)
@@ -126,11 +131,26 @@ def trainer_class(
     return getattr(importlib.import_module(module), name)
 
 
+def off_policy(
+    algorithm: Mapping[str, Any],  # a recipe's algorithm section
+) -> dict[str, Any]:
+    """The section with what it leaves open set for rollouts of older weights: a clipped loss, and truncated importance sampling between the logprobs of the rollout and those recomputed before the step."""
+    if algorithm["type"] in ("cross_entropy", "opd"):
+        return dict(algorithm)
+    preset = PRESETS.get(algorithm["type"])
+    unclipped = algorithm["loss_fn"] is None and preset is not None and preset.loss_fn in UNCLIPPED
+    correction = "tis" if algorithm["correction"] is None else algorithm["correction"]
+    old = algorithm["do_old_log_prob_compute"]
+    return {**algorithm, "correction": correction, "do_old_log_prob_compute": correction != "none" if old is None else old, **({"loss_fn": "ppo"} if unclipped else {})}
+
+
 def trainer_config(recipe: Recipe) -> Any:
     """What a trainer's `__init__` gets: the trainer section's keys, and every other section by name."""
     from omegaconf import OmegaConf
 
     sections = recipe.to_dict()
+    if overlaps(recipe):
+        sections["algorithm"] = off_policy(sections["algorithm"])
     view = OmegaConf.create({**sections, **sections["trainer"]})
     OmegaConf.set_struct(view, False)
     return view
@@ -167,12 +187,13 @@ class TrainerCore(metaclass=TrainerMeta):
         self.recipe, self.run_folder, self.callbacks = self._wiring.recipe, self._wiring.run, list(self._wiring.callbacks)
         self._total_train_steps = int(_get(config, "total_train_steps", 0) or 0)
         self._train_step, self.history = 0, []
-        self._stop_event, self._resume_event, self._thread = threading.Event(), threading.Event(), None
+        self._stop_event, self._resume_event, self._thread = StopFlag(), threading.Event(), None
         self._resume_event.set()
         self._idle_event = threading.Event()  # the background thread waits in a pause
         self._owns_backend, self._dirty, self._pending, self._validated = False, False, None, set()
         self._in_step, self._scratch, self._by_hand, self._timing = False, None, set(), {}
         self._backend, self._worker, self._stream, self._val_items = self._wiring.backend, None, None, None
+        self._flow, self._flowing = None, False
 
     recipe: Any  # the Recipe; None for a bare configuration
     _backend: Backend | None
@@ -187,6 +208,7 @@ class TrainerCore(metaclass=TrainerMeta):
     _by_hand: set[int]  # steps taken outside step(), which cannot be repeated
     _scratch: tempfile.TemporaryDirectory[str] | None
     _timing: dict[str, float]
+    _flow: PoolFlow | None  # where batches come from, where not from this trainer's own thread
 
     @property
     def backend(self) -> Backend:
@@ -214,6 +236,28 @@ class TrainerCore(metaclass=TrainerMeta):
         if self._stream is None:
             self._stream = self._recipe("data").make_stream()
         return self._stream
+
+    def set_module_references(
+        self,
+        trajectory_pool: TrajectoryPool,  # that workers of the caller's fill
+        weight_sync_controller: WeightSyncController,  # that tells them of new weights
+    ) -> None:
+        """Take batches from a pool from now on, and tell its controller when there are new weights."""
+        self._not_beside_a_thread("set_module_references")
+        self._flow = PoolFlow(trajectory_pool, weight_sync_controller)
+        if self._backend is not None:
+            self._flow.published(self._backend.weight_version)
+
+    @property
+    def flow(self) -> PoolFlow | None:
+        """Where batches come from in the asynchronous modes; None in sync mode, where a step makes its own."""
+        if self._flow is None and self.recipe is not None and self.recipe.config.weight.sync_mode != "sync":
+            if type(self)._run_worker is not Stages._run_worker:  # type: ignore[attr-defined]
+                raise ConfigError(f"weight.sync_mode {self.recipe.config.weight.sync_mode!r}: {type(self).__name__} makes its rollouts itself, so that none can be made ahead; leave it 'sync'")
+            self._flow = make_flow(self, self._answer)  # type: ignore[attr-defined]
+        if isinstance(self._flow, ProducerFlow) and self.run_folder is not None and _get(self._config, "save_freq", 0):
+            self._flow.keep_in(self.run_folder)
+        return self._flow
 
     def _recipe(self, what: str) -> Recipe:
         if self.recipe is None:
@@ -248,6 +292,8 @@ class TrainerCore(metaclass=TrainerMeta):
             self._stop_event.set()
             self._resume_event.set()
             self._thread.join(60)
+        if self._flow is not None:
+            self._flow.stop()
         if self._owns_backend and self._backend is not None:
             self._backend.close()
         if self._scratch is not None:
@@ -280,13 +326,14 @@ class Stages(TrainerCore):
     ) -> Any:  # Rollouts, scored
         """Answer the next prompts and score the answers."""
         self._not_beside_a_thread("rollout")
+        if self._flowing:
+            return self._take()
         before = self.stream.state_dict()
         try:
             with self._interruptible():
                 items = self.stream.next(n or self._recipe("rollouts").config.data.batch_size)
-                if not items:
-                    raise DataError(f"the data's {self._recipe('data').config.data.epochs} epochs are used up after {self._train_step} steps; raise data.epochs, or leave it out for as many as it takes")
-                rollouts = self._run_worker(items)
+                self._check_data(items)
+                rollouts = self._whole(items, self._run_worker(items))
                 self._check_stop()
         except BaseException:
             self.stream.load_state_dict(before)
@@ -295,8 +342,39 @@ class Stages(TrainerCore):
         self._emit("rollout", rollouts=rollouts, step=self._train_step + 1)
         return rollouts
 
+    def _take(self) -> Any:
+        """Wait for a batch that was made ahead, or by others."""
+        flow = self._flow
+        assert flow is not None
+        with self._interruptible():
+            rollouts = flow.take(self._stop_event)
+            self._check_data(rollouts)
+        if isinstance(flow, ProducerFlow):
+            rollouts.tokenizer = self.worker.tokenizer
+        self._pending = rollouts
+        self._emit("rollout", rollouts=rollouts, step=self._train_step + 1)
+        return rollouts
+
+    def _check_data(self, found: Sequence[Any]) -> None:
+        if not found:
+            raise DataError(f"the data's {self._recipe('data').config.data.epochs} epochs are used up after {self._train_step} steps; raise data.epochs, or leave it out for as many as it takes")
+
     def _run_worker(self, items: Sequence[Any]) -> Any:
-        return self.worker.run(items, step=self._train_step, stop_flag=self._stop_event)
+        return self._answer(items, self._train_step, self._stop_event)
+
+    def _answer(self, items: Sequence[Any], number: int, stop_flag: threading.Event) -> Any:
+        """The worker's answers; the number of the batch goes into their seeds."""
+        return self.worker.run(items, step=number, stop_flag=stop_flag)
+
+    def _whole(self, items: Sequence[Any], rollouts: Any) -> Any:
+        """Groups that lack answers, as trajectory_pool.incomplete says."""
+        c = self._recipe("rollouts").config
+        if c.trajectory_pool.incomplete == "flush":
+            return rollouts
+        self._check_errors(rollouts)
+        rollouts, counts = whole_groups(items, rollouts, self._run_worker, c.trajectory_pool.incomplete, c.trajectory_pool.group_size, max(1, c.rollout_worker.retries))
+        self._timing.update(counts)
+        return rollouts
 
     def score(
         self,
@@ -336,6 +414,8 @@ class Stages(TrainerCore):
     def publish(self) -> int:
         """Make the new weights the sampling weights, and save a checkpoint where one is due."""
         version = self.backend.publish()
+        if self.flow is not None:
+            self.flow.published(version)
         every = int(_get(self._config, "save_freq", 0))
         if not self._in_step or (every and self._train_step % every == 0):
             self._keep()
@@ -369,6 +449,8 @@ class Stages(TrainerCore):
             if rollouts is not None:
                 self.run_folder.save_rollouts(self._train_step, rollouts)
             self.run_folder.log(self._train_step, clean)
+        if self._flow is not None:
+            self._flow.recorded(self._train_step, self.run_folder)
         return clean
 
 # %% ../../nbs/70_trainer.base.ipynb #3f008442
@@ -380,14 +462,33 @@ class Steps(Stages):
         self._not_beside_a_thread("step")
         if self._dirty:
             raise BackendError(f"the last step was broken off half-way: call rewind({self._train_step}) first")
+        with self._flow_for(1):
+            return self._step()
+
+    @contextlib.contextmanager
+    def _flow_for(self, steps: int) -> Iterator[None]:
+        """Within it, batches for so many steps come from the flow, where there is one."""
+        flow = None if self._flowing else self.flow
+        if flow is None:
+            yield
+            return
+        with flow.running(steps):
+            self._flowing = True
+            try:
+                yield
+            finally:
+                self._flowing = False
+
+    def _step(self) -> StepResult:
         began, count = time.perf_counter(), self._train_step
         cursor = self.stream.state_dict()
         with interruptible(self._stop_event):
             try:
-                self._in_step = True
+                self._in_step, self._timing = True, {}
                 rollouts = self.rollout()
-                rolled = time.perf_counter()
-                self._timing = {"time/rollout": rolled - began}
+                self._timing["time/rollout"] = time.perf_counter() - began
+                if self._flowing and self._flow is not None:
+                    self._timing.update(self._flow.metrics(rollouts))
                 metrics = self.train(rollouts)
                 if self._train_step == count or len(self.history) < self._train_step:
                     self._train_step = count
@@ -405,7 +506,10 @@ class Steps(Stages):
     def _undo(self, count: int, cursor: dict[str, Any], error: BaseException) -> None:
         """Nothing was trained: put the data back. Something was: only a rewind makes it whole."""
         if self._train_step == count:
-            self.stream.load_state_dict(cursor)
+            if self._flowing and self._flow is not None:
+                self._flow.put_back()
+            else:
+                self.stream.load_state_dict(cursor)
             if self._backend is not None:
                 self._backend.zero_grad()
             self._dirty = not isinstance(error, (Interrupted, Exception))
@@ -420,9 +524,9 @@ class Steps(Stages):
     ) -> History:  # metrics of the steps done
         """Train for many steps, validating and saving as the recipe says; Ctrl-C is safe."""
         self._not_beside_a_thread("fit", paused=False)
-        last = self._total_train_steps if steps is None else self._train_step + steps
-        first = len(self.history)
-        with interruptible(self._stop_event), self._live(last, progress) as live:
+        first, first_step = len(self.history), self._train_step
+        last = self._total_train_steps if steps is None else first_step + steps
+        with interruptible(self._stop_event), self._flow_for(last - first_step), self._live(last, progress) as live:
             while self._train_step < last:
                 self._validate_if_due(last)
                 self._wait_while_paused()
@@ -435,10 +539,14 @@ class Steps(Stages):
         """Validate where the recipe says so, once a step."""
 
     def _wait_while_paused(self) -> None:
+        if self._flowing and self._flow is not None and not self._resume_event.is_set():
+            self._flow.pause(True)
         while not self._resume_event.is_set() and not self._stop_event.is_set():
             self._idle_event.set()
             self._resume_event.wait(0.2)
         self._idle_event.clear()
+        if self._flowing and self._flow is not None:
+            self._flow.pause(False)
         if self._stop_event.is_set():
             self._stop_event.clear()
             raise Interrupted(f"stopped after step {self._train_step}")
@@ -513,12 +621,17 @@ class Going(Validation):
 
     def state_dict(self) -> dict[str, Any]:
         """The trainer's own state, JSON-like; a subclass adds to it."""
-        return {"step": self._train_step, "stream": self.stream.state_dict(), "fingerprint": self.recipe.fingerprint() if self.recipe else None}
+        state = {"step": self._train_step, "stream": self.stream.state_dict(), "fingerprint": self.recipe.fingerprint() if self.recipe else None}
+        return state if self.flow is None else {**state, **self.flow.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `state_dict` gave."""
+        if self.flow is not None:
+            self.flow.stop()
         self.stream.load_state_dict(state["stream"])
         self._train_step = int(state["step"])
+        if self.flow is not None:
+            self.flow.load_state_dict(self.stream, state, self.backend.weight_version)
 
     def save(
         self,
@@ -531,6 +644,8 @@ class Going(Validation):
         saved = self.backend.save(folder, self.state_dict())
         if path is None and self.run_folder is not None:
             self.run_folder.prune_checkpoints(int(_get(self._config, "keep_last", 2)))
+            if self._flow is not None:
+                self._flow.saved(self.run_folder)
         self._emit("save", path=saved, step=self._train_step)
         return saved
 
@@ -573,13 +688,19 @@ class Going(Validation):
             lines = self.run_folder.metric_lines()
             self.history = [line for line in lines if not _is_val(line)]
             self._validated = {int(line["step"]) for line in lines if _is_val(line)}
+            if self.flow is not None:
+                self.flow.recover(self.run_folder, self.backend.weight_version)
         else:
             self._validated = {s for s in self._validated if s <= self._train_step}
         self._by_hand = {s for s in self._by_hand if s <= self._train_step}
 
     def _restart(self) -> None:
+        if self._flow is not None:
+            self._flow.stop()
         self._stream, self._train_step, self._dirty, self._pending = None, 0, False, None
         self.history = []
+        if self.flow is not None:
+            self.flow.load_state_dict(self.stream, {}, self.backend.weight_version)
 
     def rewind(
         self,
