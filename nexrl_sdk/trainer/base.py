@@ -104,6 +104,7 @@ def interruptible(
 TRAINERS: dict[str, str] = {
     "self_hosted_grpo": "nexrl_sdk.trainer.grpo:SelfHostedGrpoTrainer",
     "self_hosted_cross_entropy": "nexrl_sdk.trainer.cross_entropy:SelfHostedCrossEntropyTrainer",
+    "self_hosted_opd": "nexrl_sdk.trainer.opd:SelfHostedOpdTrainer",
 }
 
 
@@ -124,7 +125,8 @@ def trainer_class(
     custom = recipe.trainer_class()
     if custom is not None:
         return custom
-    kind = recipe.config.trainer.type or ("self_hosted_cross_entropy" if recipe.config.algorithm.type == "cross_entropy" else "self_hosted_grpo")
+    named, own = recipe.config.trainer.type, f"self_hosted_{recipe.config.algorithm.type}"
+    kind = (own if own in TRAINERS else "self_hosted_grpo") if named in (None, "self_hosted") else named
     if kind not in TRAINERS:
         raise ConfigError(f"trainer.type {kind!r} is not known{nearest(kind, TRAINERS)}")
     module, name = TRAINERS[kind].split(":")
@@ -581,7 +583,7 @@ class Validation(Steps):
                 self._check_stop_in_eval()
                 raise
             self._check_stop_in_eval()
-        metrics = val_metrics(rollouts, list(recipe.config.validate.ks))
+        metrics = {**val_metrics(rollouts, list(recipe.config.validate.ks)), **self._validation_metrics(rollouts)}
         result = EvalResult(self._train_step, metrics, rollouts)
         if max_samples is None:
             self._validated.add(self._train_step)
@@ -594,6 +596,13 @@ class Validation(Steps):
         v = self._recipe("validation").config.validate
         sampling = None if v.temperature is None else self.worker.with_temperature(v.temperature)
         return self.worker.run(items, step=0, is_val=True, n=v.n, sampling=sampling, stop_flag=self._stop_event)
+
+    def _validation_metrics(
+        self,
+        rollouts: Any,  # of one validation
+    ) -> dict[str, float]:  # val/*
+        """What an algorithm measures on held-out answers besides rewards; nothing, unless overridden."""
+        return {}
 
     def _check_stop_in_eval(self) -> None:
         if self._stop_event.is_set():

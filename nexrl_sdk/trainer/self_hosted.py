@@ -5,6 +5,7 @@
 # %% ../../nbs/71_trainer.self_hosted.ipynb #6573121a
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,15 @@ from ..backend.service import ActorConfig, TrainServiceClient
 from ..recipe.check import UNCLIPPED
 from ..tokens.render import pad_token_id
 from .base import BaseTrainer, _get
-from ..types import Batch, ConfigError, EvaluatorError, Trajectory, nearest
+from ..types import Batch, ConfigError, DataError, EvaluatorError, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['SUPERVISED', 'preset_of', 'loss_settings', 'actor_config', 'SelfHostedTrainer']
+__all__ = ['SUPERVISED', 'DISTILLATION', 'preset_of', 'loss_settings', 'actor_config', 'service_sections', 'make_client',
+           'SelfHostedTrainer']
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #3a59e2f9
 SUPERVISED = Preset("grpo", "cross_entropy", {}, "token-mean", source="supervised learning; there are no advantages")
+DISTILLATION = Preset("grpo", "importance_sampling", {}, "token-mean", source="Agarwal et al., 2024, On-policy distillation of language models; advantages come from the teacher, token by token")
 
 
 def preset_of(
@@ -33,7 +36,7 @@ def preset_of(
 ) -> Preset:
     """The preset that an algorithm section names."""
     name = _get(algorithm, "type", "grpo")
-    known = {**PRESETS, "cross_entropy": SUPERVISED}
+    known = {**PRESETS, "cross_entropy": SUPERVISED, "opd": DISTILLATION}
     if name not in known:
         raise ConfigError(f"algorithm.type {name!r} is not known{nearest(name, known)}")
     return known[name]
@@ -80,28 +83,102 @@ def actor_config(
         float(optim.get("grad_clip", 1.0)) if hasattr(optim, "get") else 1.0, _get(optim, "schedule", "constant"), int(_get(optim, "warmup_steps", 0)), int(_get(config, "total_train_steps", 1)),
     )  # fmt: skip
 
+# %% ../../nbs/71_trainer.self_hosted.ipynb #ae708d91
+def _named(section: Any) -> bool:
+    """Whether a train_service section is a section of services, not a service."""
+    return bool(section) and all(hasattr(v, "items") for v in section.values()) and not set(section) <= {"config", "actor", "resource"}
+
+
+def service_sections(
+    config: Any,  # a trainer's configuration
+) -> dict[str, Any]:  # actor, teacher, reference, critic -> its section
+    """The training services that a configuration names, by role."""
+    services = _get(config, "service", {})
+    given = _get(config, "train_service") or _get(services, "train_service")
+    entries = list(given.values()) if _named(given) else [given] if given else []
+    entries += [{**dict(_get(services, f"{role}_service")), "role": role} for role in ("teacher", "reference") if _get(services, f"{role}_service")]
+    found: dict[str, Any] = {}
+    for entry in entries:
+        role = str(_get(entry, "role", "actor"))
+        if role in found:
+            raise ConfigError(f"train_service: two services have the role {role!r}; give each its role: actor, teacher, reference or critic")
+        found[role] = entry
+    return found
+
+# %% ../../nbs/71_trainer.self_hosted.ipynb #180770b7
+def make_client(
+    config: Any,  # a trainer's configuration
+    role: str = "actor",
+) -> TrainServiceClient:
+    """A client of the service that a configuration names for a role; nothing is sent yet."""
+    section = service_sections(config).get(role)
+    if section is None:
+        raise ConfigError(f"train_service: none has the role {role!r}; name one, with backend and url, or make the trainer from a Recipe")
+    backend, url = _get(section, "backend", "local"), _get(section, "url")
+    if backend == "local":
+        raise ConfigError(f"train_service.backend: the {role}'s is 'local', which needs a recipe's model, or a backend: Trainer(recipe), or give train_service.backend http and its url")
+    from nexrl_sdk.backend.service import create_train_service_client
+
+    key = _get(section, "api_key")
+    return create_train_service_client(backend, url, _get(section, "identifier", _get(section, "model_tag")), **({"key": key} if key else {}))
+
 # %% ../../nbs/71_trainer.self_hosted.ipynb #a84c4961
 class SelfHostedTrainer(BaseTrainer):
     """Trains through a training service; a subclass says how a batch is prepared."""
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self._client: TrainServiceClient | None = None
+        self._clients: dict[str, TrainServiceClient] = {}
+        self._own_services = contextlib.ExitStack()
         self._pad_token_id = pad_token_id(self.backend.tokenizer) if self.recipe is not None or self._backend is not None else 0
         if self.recipe is not None or self._backend is not None:
             self.initialize_workers()
 
     @property
     def _train_service_client(self) -> TrainServiceClient:
-        if self._client is None:
-            self._client = self.backend.train_service  # type: ignore[attr-defined]
-        return self._client
+        return self._service_client("actor")
+
+    @_train_service_client.setter
+    def _train_service_client(self, client: TrainServiceClient) -> None:
+        self._clients["actor"] = client
+
+    def _service_client(
+        self,
+        role: str,  # actor, teacher, reference
+    ) -> TrainServiceClient:
+        """The service of a role: the backend's, or the one that the configuration names."""
+        if role not in self._clients:
+            self._clients[role] = self._connect(role)
+        return self._clients[role]
+
+    def _connect(self, role: str) -> TrainServiceClient:
+        if self.recipe is None and self._backend is None:
+            return make_client(self._config, role)
+        offered = {"actor": getattr(self.backend, "train_service", None), **getattr(self.backend, "services", {})}
+        if offered.get(role) is not None:
+            return offered[role]
+        return self._local_service(role) if _get(service_sections(self._config).get(role, {}), "backend", "local") == "local" else make_client(self._config, role)
+
+    def _local_service(self, role: str) -> TrainServiceClient:
+        """A frozen model of this process, closed with the trainer."""
+        from nexrl_sdk.backend.local import LocalBackend
+
+        recipe = self._recipe(f"the {role}'s model")
+        m, t = recipe.config.model, recipe.config.trainer
+        backend = LocalBackend(recipe.service_model(role), dtype=m.dtype, device=m.device, threads=m.threads, token_budget=t.micro_batch_tokens, autocast=t.autocast, max_length=m.max_length, trust_remote_code=m.trust_remote_code)
+        self._own_services.callback(backend.close)
+        return backend.train_service
 
     def initialize_workers(self) -> None:
         """Tell the training service how to learn, and wait for its model."""
         actor = actor_config(self._config)
         self._train_service_client.initialize_worker(config_dict={"actor": vars(actor)}, role="actor")
         self._train_service_client.init_model()
+
+    def close(self) -> None:
+        """Close what this trainer made: its backend, and models of its own in this process."""
+        super().close()
+        self._own_services.close()
 
     @abstractmethod
     def _prepare_batch(
@@ -181,8 +258,22 @@ class SelfHostedTrainer(BaseTrainer):
 
     def _compute_old_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probabilities [B, T] of the batch's tokens by the weights of now."""
-        return torch.as_tensor(self._train_service_client.compute_log_prob(batch.to_nextrainer_batch())["tensors"]["old_log_probs"])
+        return self._log_probs(self._train_service_client, batch)
 
     def _compute_ref_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probabilities [B, T] by the weights from before training."""
-        return torch.as_tensor(self._train_service_client.compute_log_prob(batch.to_nextrainer_batch(), reference=True)["tensors"]["ref_log_probs"])
+        """Log-probabilities [B, T] by the reference service, or else by the policy's weights from before training."""
+        if "reference" in service_sections(self._config) and self.recipe is not None:
+            return self._log_probs(self._service_client("reference"), batch)
+        return self._log_probs(self._train_service_client, batch, reference=True)
+
+    def _log_probs(
+        self,
+        client: TrainServiceClient,
+        batch: Batch,
+        reference: bool = False,  # by the weights from before training
+    ) -> torch.Tensor:  # [B, T]
+        """Log-probabilities of the batch's tokens by a service."""
+        found = torch.as_tensor(client.compute_log_prob(batch.to_nextrainer_batch(), reference=reference)["tensors"]["ref_log_probs" if reference else "old_log_probs"])
+        if tuple(found.shape) != tuple(batch.values["input_ids"].shape):
+            raise DataError(f"the service answered logprobs of shape {tuple(found.shape)} to tokens of shape {tuple(batch.values['input_ids'].shape)}")
+        return found
