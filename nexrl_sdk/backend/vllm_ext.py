@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -187,26 +186,17 @@ class NexRLWorker:
         return _answer(lambda: self._nexrl_receive(spec))
 
     def _nexrl_receive(self, spec: Mapping[str, Any]) -> None:
-        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+        from nexrl_sdk.engine.broadcast import WeightChannel, check_spec
 
-        names, shapes = list(spec["names"]), [tuple(s) for s in spec["shapes"]]
-        check_shapes(dict(zip(names, shapes)), self._nexrl_expected(), self._nexrl_model()[2])
-        deadline = timedelta(seconds=float(spec.get("timeout", 120)))
-        group = stateless_init_torch_distributed_process_group(str(spec["host"]), int(spec["port"]), int(spec.get("first_rank", 1)) + self.rank, int(spec["world_size"]), backend=str(spec["backend"]), timeout=deadline)
-        device = "cuda" if spec["backend"] == "nccl" else "cpu"
-        self._nexrl_load(_received(group, names, list(spec["dtypes"]), shapes, device))
+        check_spec(spec)
+        check_shapes(dict(zip(spec["names"], spec["shapes"])), self._nexrl_expected(), self._nexrl_model()[2])
+        device = next(self.model_runner.get_model().parameters()).device if spec["backend"] == "nccl" else "cpu"
+        with WeightChannel(spec, int(spec.get("first_rank", 1)) + self.rank, device) as channel:
+            self._nexrl_load(channel.receive())
 
-
-def _received(group: Any, names: list[str], dtypes: list[str], shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, Any]]:
-    """Tensors of a broadcast from rank 0, one at a time."""
-    import torch
-
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    for name, dtype, shape in zip(names, dtypes, shapes):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        group.broadcast([tensor], options).wait()
-        yield name, tensor
+    def nexrl_load_tensors(self, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """Load tensors of this very process, where vLLM runs in it."""
+        return _answer(lambda: self._nexrl_load(named))
 
 # %% ../../nbs/34_backend.vllm_ext.ipynb #e53b63ae
 Scope = Mapping[str, Any]
