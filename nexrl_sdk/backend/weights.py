@@ -557,19 +557,20 @@ class WeightPusher:
         return metrics
 
     def _undone(self, error: NexRLError, version: int, alive: Callable[[], None]) -> PushError:
-        """Go back to the last good version; the error that tells of both."""
-        what = f"push of version {version} by {self.route.name} failed: {error}"
-        out: PushError = ParityError(what) if isinstance(error, ParityError) else PushError(what)
-        if isinstance(error, ParityError) and isinstance(out, ParityError):
-            out.result = error.result
-        out.version = version
+        """Go back to the last good version; the error that tells of both, the outcome first."""
+        restored: int | None = None
+        what = f"push of version {version} by {self.route.name} failed"
         try:
-            out.restored = self._restore(alive)
-            end = f"version {out.restored} was restored and proved, and is sampled from again"
+            restored = self._restore(alive)
+            proved = " and proved" if self.probe is not None else ""
+            text = f"{what}; version {restored} was restored{proved}, and is sampled from again. The push: {error}"
         except NexRLError as e:
             self.paused = True
-            end = f"{e}. Nothing is sampled until a push or a restore succeeds"
-        out.args = (f"{what}. {end[0].upper()}{end[1:]}",)
+            text = f"{what}, and nothing is sampled until a push or a restore succeeds. The push: {error}. Going back: {e}"
+        out = ParityError(text) if isinstance(error, ParityError) else PushError(text)
+        if isinstance(error, ParityError) and isinstance(out, ParityError):
+            out.result = error.result
+        out.version, out.restored = version, restored
         return out
 
     def _restore(self, alive: Callable[[], None]) -> int:
