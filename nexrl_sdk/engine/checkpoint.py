@@ -13,26 +13,29 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .model import EngineModel
+from .shard import Ranks, plain_class, shard_rows, sharded_modules, whole
 from ..types import CheckpointError
 
 # %% auto #0
-__all__ = ['MANIFEST', 'META', 'FORMAT', 'Checkpoint', 'sweep', 'publish', 'save_checkpoint', 'read_manifest', 'load_checkpoint',
-           'complete_checkpoints', 'latest_checkpoint', 'prune', 'merged_weights', 'export_hf']
+__all__ = ['MANIFEST', 'META', 'SHARDS', 'FORMAT', 'Checkpoint', 'sweep', 'publish', 'save_checkpoint', 'read_manifest',
+           'load_checkpoint', 'save_shards', 'load_shards', 'complete_checkpoints', 'latest_checkpoint', 'prune',
+           'full_weights', 'merged_weights', 'export_hf']
 
 # %% ../../nbs/23_engine.checkpoint.ipynb #542ecc52
 MANIFEST, META = "manifest.json", "meta.json"
+SHARDS = "shards"  # in the meta of a sharded state: file stem -> how many ranks wrote it
 FORMAT = "nexrl-checkpoint-1"
 
 
@@ -196,12 +199,27 @@ def _write(work: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta_text: s
     for stem, group in tensors.items():
         save_file(_plain(group), work / f"{stem}.safetensors", metadata={"format": "pt"})
     (work / META).write_text(meta_text, encoding="utf-8")
-    files = {}
-    for path in sorted(work.iterdir()):
-        _sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
+    _finish(work, {})
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file, which has reached the disk then."""
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _digest(path)}
+
+
+def _finish(work: Path, known: Mapping[str, dict[str, Any]]) -> None:
+    """Write the manifest; `known` are entries of files that others have hashed."""
+    files = {path.name: known.get(path.name) or _entry(path) for path in sorted(work.iterdir())}
     _sync(work)
     _write_json(work / MANIFEST, {"format": FORMAT, "files": files, "sha256": _seal(files)})
+
+
+def _meta_text(meta: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(meta), indent=1)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"a checkpoint's meta must be JSON values: {e}") from e
 
 
 def save_checkpoint(
@@ -214,10 +232,7 @@ def save_checkpoint(
     """Write a checkpoint that is complete or not there; raises CheckpointError where it cannot be written."""
     target = Path(folder).absolute()
     _check_names(tensors)
-    try:
-        text = json.dumps(dict(meta), indent=1)
-    except (TypeError, ValueError) as e:
-        raise CheckpointError(f"a checkpoint's meta must be JSON values: {e}") from e
+    text = _meta_text(meta)
     sweep(target.parent)
     needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values()) + len(text) + 65536
     with _space(target, needed), _workplace(target) as work:
@@ -283,7 +298,112 @@ def load_checkpoint(
                 tensors[name.removesuffix(".safetensors")] = load_file(path / name)
         except (SafetensorError, ValueError) as e:
             raise _damaged(path, f"cannot be read: {name}: {e}") from e
-    return Checkpoint(tensors, meta, path)
+    return Checkpoint(_joined(tensors, meta.pop(SHARDS, {}), path), meta, path)
+
+# %% ../../nbs/23_engine.checkpoint.ipynb #61022fae
+def _joined(tensors: dict[str, dict[str, Tensor]], shards: Mapping[str, int], path: Path) -> dict[str, dict[str, Tensor]]:
+    """The files of several ranks put together."""
+    out = {stem: group for stem, group in tensors.items() if not any(stem in _shard_stems(s, n) for s, n in shards.items())}
+    for stem, size in shards.items():
+        parts = [tensors.get(s) for s in _shard_stems(stem, size)]
+        if None in parts:
+            raise _damaged(path, f"lacks the part of a rank ({stem}, written by {size})")
+        out[stem] = {n: torch.cat([p[n] for p in parts if p]) if t.ndim else t for n, t in (parts[0] or {}).items()}
+    return out
+
+
+def _shard_stems(stem: str, size: int) -> list[str]:
+    return [f"{stem}-{rank:05d}-of-{size:05d}" for rank in range(size)]
+
+# %% ../../nbs/23_engine.checkpoint.ipynb #6e192b70
+def save_shards(
+    folder: str | Path,  # to make; all ranks must see it
+    tensors: Mapping[str, Tensor],  # this rank's rows; what has no dimension is the same on all
+    meta: Mapping[str, Any],
+    ranks: Ranks,  # every one of them calls it
+    *,
+    stem: str = "state",
+    keep_last: int | None = None,
+) -> Path:
+    """Write a sharded state as one checkpoint, complete or not there; where a rank fails, all raise CheckpointError and nothing is left."""
+    target, first = Path(folder).absolute(), ranks.rank == 0
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    needed, work = int(ranks.total(size)) + 65536, Path()
+    with ExitStack() as stack:
+        with ranks.together():
+            _check_names({stem: None})
+            text = _meta_text({**meta, SHARDS: {stem: ranks.size}})
+            if first:
+                sweep(target.parent)
+                with _space(target, needed):
+                    work = stack.enter_context(_workplace(target))
+        work = Path(ranks.gather(str(work))[0])
+        with ranks.together(), _space(target, size):
+            entry = _write_shard(work / f"{_shard_stems(stem, ranks.size)[ranks.rank]}.safetensors", tensors, first)
+        entries = {name: e for part in ranks.gather(entry) for name, e in part.items()}
+        with ranks.together(), _space(target, 65536):
+            if first:
+                (work / META).write_text(text, encoding="utf-8")
+                _finish(work, entries)
+                publish(work, target)
+    if first and keep_last is not None:
+        prune(target, keep_last)
+    return target
+
+
+def _write_shard(path: Path, tensors: Mapping[str, Tensor], first: bool) -> dict[str, dict[str, Any]]:
+    """One rank's file, and its entry."""
+    save_file(_plain({n: t for n, t in tensors.items() if t.ndim or first}), path, metadata={"format": "pt"})
+    return {path.name: _entry(path)}
+
+# %% ../../nbs/23_engine.checkpoint.ipynb #420d526d
+def load_shards(
+    folder: str | Path,
+    ranks: Ranks,  # every one of them calls it, whatever the number that wrote it
+    *,
+    stem: str = "state",
+) -> Checkpoint:  # of that stem, this rank's rows
+    """Read what `save_shards`, or `save_checkpoint`, wrote; every byte is checked by one of the ranks."""
+    path = Path(folder).absolute()
+    with ranks.together():
+        files = read_manifest(path)
+        for name in sorted(files)[ranks.rank :: ranks.size]:
+            if _digest(path / name) != files[name]["sha256"]:
+                raise _damaged(path, f"is damaged: the contents of {name} have changed since it was written")
+    with ranks.together():
+        try:
+            meta = json.loads((path / META).read_text(encoding="utf-8"))
+            shards = int(meta.pop(SHARDS, {}).get(stem, 0))
+            names = [f"{s}.safetensors" for s in (_shard_stems(stem, shards) if shards else [stem])]
+            if any(n not in files for n in names):
+                raise CheckpointError(f"{path} holds no {stem!r}, or not all of its parts (it has {', '.join(files)})")
+            tensors = _read_rows([path / n for n in names], ranks.rank, ranks.size)
+        except (OSError, SafetensorError, ValueError) as e:
+            raise _damaged(path, f"cannot be read: {e}") from e
+    return Checkpoint({stem: tensors}, meta, path)
+
+
+def _read_rows(paths: Sequence[Path], rank: int, size: int) -> dict[str, Tensor]:
+    """A rank's rows of every tensor."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(p, "pt")) for p in paths]
+        return {name: _rows_of(name, files, rank, size) for name in files[0].keys()}
+
+
+def _rows_of(name: str, files: Sequence[Any], rank: int, size: int) -> Tensor:
+    """Rows of one tensor, from the files that hold them."""
+    slices = [f.get_slice(name) for f in files if name in f.keys()]
+    if not slices[0].get_shape():
+        return cast(Tensor, files[0].get_tensor(name))
+    lengths = [s.get_shape()[0] for s in slices]
+    start, stop = shard_rows(sum(lengths), rank, size)
+    parts, at = [], 0
+    for piece, length in zip(slices, lengths):
+        low, high = max(start, at), min(stop, at + length)
+        if low < high:
+            parts.append(piece[low - at : high - at])
+        at += length
+    return torch.cat(parts) if parts else next((s[:1][:0] for s, n in zip(slices, lengths) if n), files[0].get_tensor(name))
 
 # %% ../../nbs/23_engine.checkpoint.ipynb #5cecf632
 def _natural(path: Path) -> list[tuple[int, int, str]]:
@@ -337,24 +457,54 @@ def prune(
             shutil.rmtree(gone, ignore_errors=True)
 
 # %% ../../nbs/23_engine.checkpoint.ipynb #6db69742
+def _own_tensors(module: Any, sharded: set[Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and kept buffers of a module, without those of sharded modules in it."""
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            yield prefix + name, tensor
+    for name, tensor in module._buffers.items():
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, tensor
+    for name, child in module.named_children():
+        if child not in sharded:
+            yield from _own_tensors(child, sharded, f"{prefix}{name}.")
+
+
+def _whole_tensors(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model's state, whole; one sharded module at a time is gathered."""
+    if model.ranks is None:
+        yield from model.base.state_dict().items()
+        return
+    sharded = set(sharded_modules(model.base))
+    for name, module in model.base.named_modules():
+        if module in sharded:
+            with whole(module):
+                yield from _own_tensors(module, sharded, f"{name}." if name else "")
+
+
+def full_weights(
+    model: EngineModel,
+    adapter: str | None = None,  # whose delta is added; None: none
+) -> Iterator[tuple[str, Tensor]]:  # transformers' name and the live tensor where nothing was added: use it before asking for the next
+    """The weights one after another, with an adapter merged; of a sharded model every rank goes through all of them, in step."""
+    wrapped = {f"{n}.weight": m for n, m in model.base.named_modules() if adapter is not None and adapter in getattr(m, "lora_A", {})}
+    with torch.no_grad():
+        for full, tensor in _whole_tensors(model):
+            name, value = full.replace(".base_layer", ""), tensor.detach()
+            if "lora_" in full:
+                continue
+            if name in wrapped:
+                value = (value.float() + wrapped[name].get_delta_weight(adapter).float()).to(value.dtype)
+            yield name, value
+
+
 def merged_weights(
     model: EngineModel,
     adapter: str | None,  # whose delta is added; None: none
-) -> dict[str, Tensor]:  # copies on the CPU, by transformers' names
+) -> dict[str, Tensor]:  # copies on the CPU, by transformers' names; of a sharded model only the first rank has any
     """The weights of a model, with an adapter merged into them."""
-    out, deltas = {}, {}
-    for name, module in model.base.named_modules():
-        if adapter is not None and adapter in getattr(module, "lora_A", {}):
-            deltas[f"{name}.weight"] = module
-    for full, tensor in model.base.state_dict().items():
-        name = full.replace(".base_layer", "")
-        if "lora_" in name:
-            continue
-        value = tensor.detach()
-        if name in deltas:
-            value = (value.float() + deltas[name].get_delta_weight(adapter).float()).to(value.dtype)
-        out[name] = value.to("cpu", copy=True).contiguous()
-    return out
+    keeps = model.ranks is None or model.ranks.rank == 0
+    return {n: t.to("cpu", copy=True).contiguous() for n, t in full_weights(model, adapter) if keeps}
 
 
 def _tied(model: EngineModel, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
@@ -379,25 +529,38 @@ def export_hf(
     target, name = Path(folder).absolute(), adapter or model.default_adapter
     if not merge_adapter and name is None:
         raise CheckpointError("this model has no adapter to export by itself; leave merge_adapter on")
-    sweep(target.parent)
-    needed = sum(p.numel() * p.element_size() for p in model.base.parameters()) if merge_adapter else 0
-    with _space(target, needed), _workplace(target) as work:
-        with model.lock:
-            _export_model(model, name, work) if merge_adapter else model.save_adapter(work, name or "default")
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(str(work))
-        publish(work, target)
+    with model.lock:
+        if model.ranks is None:
+            _write_export(model, tokenizer, target, name, merge_adapter)
+            return target
+        tensors = merged_weights(model, name) if merge_adapter else model.adapter_tensors(name or "default")
+        with model.ranks.together():
+            if model.ranks.rank == 0:
+                _write_export(model, tokenizer, target, name, merge_adapter, tensors)
     return target
 
 
-def _export_model(model: EngineModel, adapter: str | None, work: Path) -> None:
+def _write_export(model: EngineModel, tokenizer: Any, target: Path, adapter: str | None, merge: bool, tensors: dict[str, Tensor] | None = None) -> None:
+    sweep(target.parent)
+    needed = sum(p.numel() * p.element_size() for p in model.base.parameters()) if merge else 0
+    with _space(target, needed), _workplace(target) as work:
+        if merge:
+            _export_model(model, merged_weights(model, adapter) if tensors is None else tensors, work)
+        else:
+            model.save_adapter(work, adapter or "default", tensors)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(str(work))
+        publish(work, target)
+
+
+def _export_model(model: EngineModel, merged: dict[str, Tensor], work: Path) -> None:
     """Weights in files of at most 5 GB, the configuration, and the generation configuration."""
     from huggingface_hub import save_torch_state_dict
 
-    weights, tied = _tied(model, merged_weights(model, adapter))
+    weights, tied = _tied(model, merged)
     config = type(model.config).from_dict(model.config.to_dict())
     config.tie_word_embeddings = tied
-    config.architectures = [type(model.base).__name__]
+    config.architectures = [(type(model.base) if model.ranks is None else plain_class(model.base)).__name__]
     config.save_pretrained(str(work))
     save_torch_state_dict(weights, str(work), metadata={"format": "pt"})
     if getattr(model.base, "generation_config", None) is not None:

@@ -387,19 +387,26 @@ class EngineModel(Adapters):
             peft.set_peft_model_state_dict(self.module, tensors, adapter_name=name)
             self.generation += 1
 
+    def adapter_tensors(self, name: str = "default") -> dict[str, Tensor]:
+        """One adapter's whole matrices on the CPU, by peft's names; of a sharded model every rank asks."""
+        import peft
+
+        self._check_name(name)
+        tensors = peft.get_peft_model_state_dict(self.module, adapter_name=name, save_embedding_layers=False)
+        return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().cpu().contiguous() for k, v in tensors.items()}
+
     def save_adapter(
         self,
         folder: str | Path,
         name: str = "default",
+        tensors: dict[str, Tensor] | None = None,  # `adapter_tensors(name)`, where they were asked for already
     ) -> None:
         """Write one adapter as peft does: adapter_config.json and adapter_model.safetensors."""
-        import peft
         from safetensors.torch import save_file
 
-        self._check_name(name)
+        tensors = self.adapter_tensors(name) if tensors is None else tensors
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = peft.get_peft_model_state_dict(self.module, adapter_name=name, save_embedding_layers=False)
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
         config = self.module.peft_config[name]
         config.base_model_name_or_path = self.path
         config.save_pretrained(str(folder))

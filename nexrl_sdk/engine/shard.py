@@ -109,7 +109,7 @@ def local(
     tensor: Tensor,
 ) -> Tensor:  # the rank's rows, sharing memory; the tensor itself where it is not sharded
     """What this process holds of a tensor."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined, no-any-return]
 
 # %% ../../nbs/19_engine.shard.ipynb #cb8debbd
 def decoder_blocks(
