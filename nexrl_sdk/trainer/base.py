@@ -443,6 +443,8 @@ class Stages(TrainerCore):
     def _record(self, metrics: dict[str, float], rollouts: Any = None) -> dict[str, float]:
         """Count the step and write its metrics and rollouts."""
         self._train_step += 1
+        if self._flow is not None:
+            self._record_prompts(rollouts)
         clean = {k: float(v) for k, v in metrics.items()}
         self.history.append({"step": self._train_step, **clean})
         if not self._in_step:
@@ -451,9 +453,14 @@ class Stages(TrainerCore):
             if rollouts is not None:
                 self.run_folder.save_rollouts(self._train_step, rollouts)
             self.run_folder.log(self._train_step, clean)
-        if self._flow is not None:
-            self._flow.recorded(self._train_step, self.run_folder)
         return clean
+
+    def _record_prompts(self, rollouts: Any) -> None:
+        """Tell the flow, and the ledger, what the step was trained on."""
+        if self._flowing and self._flow is not None:
+            self._flow.recorded(self._train_step, self.run_folder)
+        elif self.run_folder is not None and rollouts is not None:
+            self.run_folder.log_prompts(self._train_step, {"trained": list(dict.fromkeys(str(t.group_id) for t in rollouts))})
 
 # %% ../../nbs/70_trainer.base.ipynb #3f008442
 class Steps(Stages):
@@ -483,7 +490,7 @@ class Steps(Stages):
 
     def _step(self) -> StepResult:
         began, count = time.perf_counter(), self._train_step
-        cursor = self.stream.state_dict()
+        cursor = {} if self._flowing else self.stream.state_dict()
         with interruptible(self._stop_event):
             try:
                 self._in_step, self._timing = True, {}

@@ -48,12 +48,31 @@ def make_trainer(recipe: Recipe, run: Any = None, backend: Any = None, slowest: 
     return trainer
 
 
-def train(model: str, folder: Path, mode: str = "batch-async", steps: int = STEPS, save: int = 1) -> None:
+def train(model: str, folder: Path, mode: str = "batch-async", steps: int = STEPS, save: int = 1, threshold: int = 1) -> None:
     """Start or go on with a run, to its end."""
     exists = (folder / "run.json").exists()
-    recipe = make_recipe(model, mode, steps=steps, save=save)
+    recipe = make_recipe(model, mode, threshold, steps=steps, save=save)
     run = Run.open(folder, recipe) if exists else Run.create(folder, recipe)
     with make_trainer(recipe, run) as trainer:
         if exists:
             trainer.resume()
         trainer.fit(steps - trainer.step_count, progress=False)
+
+
+def killed_after(model: str, folder: Path, mode: str, steps: int, save: int, seconds: float, threshold: int = 1) -> None:
+    """Train, and die so many seconds after training began."""
+    import os
+    import signal
+    import threading
+
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGKILL])
+    timer.daemon = True
+    real = Trainer.fit
+
+    def fit(self, *args, **kwargs):
+        timer.start()
+        return real(self, *args, **kwargs)
+
+    Trainer.fit = fit
+    train(model, folder, mode, steps, save, threshold)
+
