@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..algo.losses import LOG_RATIO_CAP, kl_k1, kl_low_var
-from ..backend.service import TrainServiceClient
+from ..backend.service import InProcessTrainService, TrainServiceClient
+from ..engine.model import load_tokenizer
 from .base import _get
 from .self_hosted import SelfHostedTrainer, actor_config, preset_of
 from ..types import Batch, ConfigError, NonFiniteError, Trajectory
 
 # %% auto #0
-__all__ = ['reverse_kl_advantages', 'distill_metrics', 'check_vocabularies', 'SelfHostedOpdTrainer']
+__all__ = ['reverse_kl_advantages', 'distill_metrics', 'check_vocabularies', 'vocabulary', 'SelfHostedOpdTrainer']
 
 # %% ../../nbs/75_trainer.opd.ipynb #548aa766
 def reverse_kl_advantages(
@@ -61,6 +63,13 @@ def check_vocabularies(
     token, at = differing[0]
     raise ConfigError(f"service.teacher_service: teacher and student spell differently ({len(differing)} of their tokens, the first is {token!r} at id {at}); distillation by tokens needs a teacher with the student's tokenizer")
 
+
+def vocabulary(
+    tokenizer: Any,  # of transformers, or None
+) -> dict[str, int] | None:  # token -> id; None where it does not say
+    """The words of a tokenizer."""
+    return dict(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else None
+
 # %% ../../nbs/75_trainer.opd.ipynb #0ec43953
 class SelfHostedOpdTrainer(SelfHostedTrainer):
     """On-policy distillation: the student samples, a teacher service scores the same tokens."""
@@ -83,6 +92,21 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         temperature = actor_config(self._config).loss_config.get("temperature", 1.0)
         self._teacher_client.initialize_worker(config_dict={"actor": {"loss_config": {"temperature": temperature}}}, role="teacher")
         self._teacher_client.init_model()
+
+    def _connect(self, role: str) -> TrainServiceClient:
+        client = super()._connect(role)
+        if role == "teacher" and self.recipe is not None:
+            student, teacher = vocabulary(self.backend.tokenizer), vocabulary(self._tokenizer_of(client))
+            if student is not None and teacher is not None:
+                check_vocabularies(student, teacher)
+        return client
+
+    def _tokenizer_of(self, client: TrainServiceClient) -> Any:
+        """The teacher's tokenizer, where it can be had without asking the Hub."""
+        if isinstance(client, InProcessTrainService):
+            return client.backend.tokenizer
+        folder = Path(self._recipe("the teacher").service_model("teacher"))
+        return load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
 
     def _usable(self, trajectory: Trajectory) -> bool:
         """Every answer teaches, whether or not it could be scored."""
@@ -109,6 +133,16 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         if bool(bad.any()):
             raise NonFiniteError(f"the teacher's logprobs of {int(bad.sum())} tokens are not finite; nothing was trained on")
         return found
+
+    def _validation_metrics(self, rollouts: Sequence[Trajectory]) -> dict[str, float]:
+        """The reverse KL on held-out prompts, where the student answers them as it does in training."""
+        config = self._recipe("validation").config
+        told = [t for t in rollouts if t.status != "failed" and any(t.loss_mask) and len(t.logprobs)]
+        if not told or config.validate.temperature not in (None, config.rollout_worker.temperature):
+            return {}
+        batch = Batch.from_trajectories(told, pad_token_id=self._pad_token_id)
+        found = distill_metrics(torch.as_tensor(batch.values["rollout_log_probs"]), self._compute_teacher_log_probs(batch), torch.as_tensor(batch.values["loss_mask"]))
+        return {f"val/{name}": value for name, value in found.items()}
 
     def _compute_advantage(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Advantages [B, T]: log q - log pi on the student's tokens."""
