@@ -37,6 +37,7 @@ from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from ..backend.base import Backend, Capabilities
+from ..engine.broadcast import plan_weights, send_weights
 from ..engine.checkpoint import export_hf, full_weights, load_shards, save_shards
 from ..engine.layout import sorted_sequences
 from ..engine.learner import ForwardOutput, Learner
@@ -45,7 +46,7 @@ from ..engine.shard import Ranks, error_from, error_record
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, DataError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['LARGEST', 'OPERATIONS', 'Message', 'Link', 'split_by_tokens', 'datums_to_message', 'message_to_datums',
+__all__ = ['LARGEST', 'STOPPABLE', 'Message', 'Link', 'split_by_tokens', 'datums_to_message', 'message_to_datums',
            'WorkerSettings', 'Worker', 'serve_rank', 'main', 'RankProcesses', 'WorkerGroup']
 
 # %% ../../nbs/81_serve.workers.ipynb #5e158b9f
@@ -269,16 +270,37 @@ class Worker:
         tokenizer = _Files(self.settings.tokenizer) if self.settings.tokenizer else None
         return Message({"path": str(export_hf(self.model, tokenizer, message.meta["path"], merge_adapter=message.meta["merge"]))})
 
+    def _served(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, as an engine loads it: a head tied to the embeddings is not named again."""
+        head, embedding = self.model.base.get_output_embeddings(), self.model.base.get_input_embeddings()
+        tied = getattr(head, "weight", None) is getattr(embedding, "weight", ())
+        skip = {f"{n}.weight" for n in self.model.head_names} if tied else set()
+        return ((n, t) for n, t in full_weights(self.model, self.adapter) if n not in skip)
+
     def weights(self, message: Message, stop: threading.Event | None) -> Message:
-        """Every weight, whole, one message each; the first rank sends."""
+        """Every weight, one message each; the first rank sends."""
         with self.model.lock:
-            for name, tensor in full_weights(self.model, self.adapter):
+            for name, tensor in self._served():
                 if self.ranks.rank == 0:
                     self.send(Message({"id": message.meta["id"], "name": name}, {"tensor": tensor.cpu().contiguous()}))
         return Message({})
 
-
-OPERATIONS = ("forward", "forward_backward", "optim_step", "zero_grad", "reset", "save", "load", "export", "weights")
+    def broadcast(self, message: Message, stop: threading.Event | None) -> Message:
+        """Plan a broadcast, or make it: the first rank sends what all gather."""
+        spec, out, error = message.meta["spec"], {}, None
+        with self.model.lock:
+            named = self._served()
+            try:
+                if spec.get("plan"):
+                    out = plan_weights(named)
+                elif self.ranks.rank == 0:
+                    out = send_weights(named, spec, self.model.device if spec.get("backend") == "nccl" else "cpu")
+            except NexRLError as e:
+                error = e
+            for _ in named:  # in step with the first rank, also past its failure
+                pass
+            self.ranks.agree(error)
+        return Message(dict(out))
 
 # %% ../../nbs/81_serve.workers.ipynb #b2628c9b
 class _Inbox:
@@ -413,6 +435,45 @@ class _Rank:
             self.link.sock.close()
 
 
+STOPPABLE = ("forward", "forward_backward")
+
+
+class _Shield:
+    """A call in a thread of its own, so that Ctrl-C does not cut a message in two."""
+
+    def __init__(self, run: Callable[[], Any]):
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        threading.Thread(target=self._run, args=(run,), daemon=True).start()
+
+    def _run(self, run: Callable[[], Any]) -> None:
+        try:
+            self.value = run()
+        except BaseException as e:  # noqa: BLE001  raised in the calling thread
+            self.error = e
+        finally:
+            self.done.set()
+
+    def result(
+        self,
+        stop: threading.Event,  # set at an interrupt
+    ) -> Any:
+        """Wait; an interrupt asks the call to stop, and is raised when it has ended."""
+        interrupt = None
+        while not self.done.is_set():
+            try:
+                self.done.wait()
+            except KeyboardInterrupt as e:
+                interrupt = e
+                stop.set()
+        if interrupt is not None and not isinstance(self.error, BackendError):
+            raise interrupt
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
 class RankProcesses:
     """Ranks under one `torchrun`, each with a connection to this process."""
 
@@ -420,7 +481,7 @@ class RankProcesses:
         self.size, self.folder, self.logs, self.call_timeout = size, folder, logs, call_timeout
         self.cause: str | None = None  # why the group has ended
         self.ranks: list[_Rank] = []
-        self._lock, self._id, self._closed = threading.RLock(), 0, False
+        self._lock, self._killing, self._id, self._closed = threading.RLock(), threading.Lock(), 0, False
         _OPEN.add(self)
         token = secrets.token_hex(16)
         deadline = time.monotonic() + start_timeout
@@ -477,7 +538,14 @@ class RankProcesses:
         stop_flag: threading.Event | None = None,
         each: Callable[[Message], None] | None = None,  # takes what the first rank sends before its answer
     ) -> list[Message]:  # answers by rank
-        """Give all ranks a command and wait for their answers."""
+        """Give all ranks a command and wait for their answers; an interrupt is raised once they have stopped or finished."""
+        if threading.current_thread() is not threading.main_thread():
+            return self._call(op, meta, messages, timeout, stop_flag, each)
+        stop = stop_flag or threading.Event()
+        pool = _Shield(lambda: self._call(op, meta, messages, timeout, stop if stop_flag is not None or op in STOPPABLE else None, each))
+        return cast(list[Message], pool.result(stop))
+
+    def _call(self, op: str, meta: Mapping[str, Any] | None, messages: Sequence[Message] | None, timeout: float | None, stop_flag: threading.Event | None, each: Callable[[Message], None] | None) -> list[Message]:
         with self._lock:
             self.check()
             self._id += 1
@@ -504,13 +572,15 @@ class RankProcesses:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._end(waiting, op, limit)
-            ready, _, _ = select.select([self.ranks[r].link.sock for r in waiting], [], [], min(left, 0.05) if stop_flag is not None and not told else left)
+            ready, _, _ = select.select([self.ranks[r].link.sock for r in waiting], [], [], min(left, 0.1) if stop_flag is not None and not told else left)
             if stop_flag is not None and stop_flag.is_set() and not told:
                 told = self._tell_stop()
             for r in [r for r in waiting if self.ranks[r].link.sock in ready]:
                 message = self._receive(r, op, deadline, limit)
                 if message.meta.get("id") != self._id:
                     continue
+                if op == "setup":
+                    self._checked([message])  # the others may wait for this one
                 if "name" in message.meta and each is not None:
                     each(message)
                     deadline = time.monotonic() + limit  # it goes on
@@ -544,34 +614,50 @@ class RankProcesses:
 
     def _end(self, which: list[int], op: str, limit: float | None, error: Mapping[str, str] | None = None) -> BackendError:
         """End all ranks; returns the error to raise, now and in every later call."""
+        if self._closed:
+            return BackendError(f"this worker group was closed during {op!r}")
         stopped = [r for r in which if _stopped(self.ranks[r].pid)]
         culprits = stopped or which
         names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))} of {self.size}"
         if limit is not None:
             what = f"did not answer {op!r} within {limit:g} s{' (stopped by a signal)' if stopped else ''}"
-        elif error is not None:
+        elif error is not None and not (dead := self._dead(which)):
             what = f"failed in {op!r}: {error.get('type')}: {error.get('message')}"
         else:
+            culprits = culprits if error is None else dead
             names, what = self._exit_of(culprits[0], names, op)
         tail = _tail(self.logs / f"rank{culprits[0]}.log")
         self.cause = f"{names} {what}, and the worker group was ended; load the last checkpoint in a new one" + (f". Its log ends: {tail}" if tail else "")
         self._kill()
         return BackendError(self.cause)
 
+    def _dead(self, which: list[int]) -> list[int]:
+        """Other ranks that have ended: a rank that reports a broken collective is seldom the one that broke it."""
+        ready, _, _ = select.select([r.handle for r in self.ranks], [], [], 0.2)
+        return [i for i, r in enumerate(self.ranks) if r.handle in ready and i not in which]
+
+    def alive(self) -> bool:
+        """Whether the group can be called."""
+        return self.cause is None and not self._closed and self.process.poll() is None and not self._dead([])
+
     def _exit_of(self, rank: int, names: str, op: str) -> tuple[str, str]:
         """Which rank ended first, and how: what torchrun says of it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
-        found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", _tail(self.logs / "torchrun.log", 20000))
-        if found is None:
+        text = _tail(self.logs / "torchrun.log", 50000)
+        codes = {int(r): int(c) for r, c in re.findall(r"local_rank: (\d+)\)\s+exitcode\s+: (-?\d+)", text)}
+        codes |= {int(r): int(c) for c, r in re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)}
+        first = next((r for r in (rank, *codes) if codes.get(r) not in (None, -signal.SIGTERM)), None)  # torchrun itself ends the others by SIGTERM
+        if first is None:
             return names, f"closed its connection during {op!r}"
-        return f"rank {found[2]} of {self.size}", f"{_signal_name(int(found[1]))} during {op!r}"
+        return f"rank {first} of {self.size}", f"{_signal_name(codes[first])} during {op!r}"
 
     def _kill(self) -> None:
         """End every process of the group."""
-        for rank in self.ranks:
+        with self._killing:
+            ranks, self.ranks = self.ranks, []
+        for rank in ranks:
             rank.kill()
-        self.ranks = []
         for sig, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
             if self.process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -580,19 +666,18 @@ class RankProcesses:
                     self.process.wait(timeout=wait)
 
     def close(self, now: bool = False) -> None:
-        """End the ranks; calling it again does nothing."""
-        with self._lock if not now else threading.RLock():
-            if self._closed or not hasattr(self, "process"):
-                return
-            self._closed = True
-            _OPEN.discard(self)
-            for rank in self.ranks:
-                with suppress(OSError):
-                    rank.link.sock.shutdown(socket.SHUT_RDWR)
-            if not now:
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(timeout=5)
-            self._kill()
+        """End the ranks, also under a call in another thread, which then fails; calling it again does nothing."""
+        if self._closed or not hasattr(self, "process"):
+            return
+        self._closed = True
+        _OPEN.discard(self)
+        for rank in list(self.ranks):
+            with suppress(OSError):
+                rank.link.sock.shutdown(socket.SHUT_RDWR)
+        if not now and self.cause is None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+        self._kill()
 
 # %% ../../nbs/81_serve.workers.ipynb #c25db8dd
 class WorkerGroup(Backend):
@@ -659,6 +744,8 @@ class WorkerGroup(Backend):
     def _forward(self, op: str, datums: Sequence[Datum], loss_fn: Any, loss_config: Mapping[str, Any] | None, stop_flag: threading.Event | None, **more: Any) -> ForwardOutput:
         """Deal the datums out, and put the answers in their order."""
         self.processes.check()
+        if stop_flag is not None and stop_flag.is_set():
+            raise Interrupted("stopped before the call; nothing was computed")
         if not isinstance(loss_fn, str):
             raise ConfigError("a worker group takes a loss by its name; a function cannot be sent to another process (LocalBackend takes one)")
         if not len(datums):
@@ -753,6 +840,19 @@ class WorkerGroup(Backend):
         finally:
             gone.set()  # what is still to come is read and dropped
             thread.join(timeout=self.processes.call_timeout)
+
+    def broadcast_weights(
+        self,
+        spec: Mapping[str, Any],  # as `engine.broadcast` describes; {"plan": True}: only tell names, dtypes and shapes
+    ) -> dict[str, Any]:  # the plan, or seconds and bytes
+        """Send every weight from rank 0 into the engines that wait for it."""
+        out = self.processes.call("broadcast", {"spec": _plain_json(spec)})[0].meta
+        return {k: v for k, v in out.items() if k != "id"}
+
+    def health(self) -> dict[str, Any]:
+        """Whether the ranks are there, and why not."""
+        alive = self.processes.alive()
+        return {"status": "ok" if alive else "failed", "world_size": self.world_size, **({} if alive else {"error": self.processes.cause or "a rank has ended"})}
 
     def close(self) -> None:
         """End the ranks."""
