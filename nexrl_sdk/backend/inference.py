@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -381,7 +381,7 @@ class ServerConnection:
         self._http: Any = None
         self._gate: asyncio.Semaphore | None = None
         self.sign_of_life = "/health"
-        self.quiet = threading.Event()  # set while silence is expected: weights are being loaded
+        self.loading = False  # while weights are loaded only /health is answered
 
     def _client(self) -> Any:
         import httpx
@@ -443,9 +443,8 @@ class ServerConnection:
     async def all(self, jobs: Sequence[Callable[[], Awaitable[T]]], timeout: float) -> list[T]:
         """Several at once, watched; the first failure cancels the others."""
         self._client()
-        tasks = [asyncio.ensure_future(self._one(job)) for job in jobs]
-        watcher = asyncio.ensure_future(self._watch())
-        gathered = asyncio.ensure_future(_gather(tasks))
+        tasks = [asyncio.ensure_future(job()) for job in jobs]
+        gathered, watcher = asyncio.ensure_future(_gather(tasks)), asyncio.ensure_future(self._watch())
         try:
             await asyncio.wait([gathered, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if gathered.done():
@@ -458,25 +457,29 @@ class ServerConnection:
                 task.cancel()
             await asyncio.gather(gathered, watcher, *tasks, return_exceptions=True)
 
-    async def _one(self, job: Callable[[], Awaitable[T]]) -> T:
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """One of the `concurrency` places for requests that draw or score."""
+        self._client()
         assert self._gate is not None
         async with self._gate:
-            return await job()
+            yield
 
     async def _watch(self) -> None:
         """Raise once the server has given no sign of life for `stall_timeout` seconds."""
         seen = time.monotonic()
         while True:
             await asyncio.sleep(min(2.0, self.stall_timeout / 4))
-            if self.quiet.is_set() or await self._alive():
+            if await self._alive():
                 seen = time.monotonic()
             if time.monotonic() - seen > self.stall_timeout:
-                raise self.error(f"no sign of life for {self.stall_timeout:.0f} s ({self.sign_of_life} is not answered): the server is stopped, or hangs")
+                raise self.error(f"no sign of life for {self.stall_timeout:.0f} s: the server is stopped, or hangs")
 
     async def _alive(self) -> bool:
         """Whether the server answers; one that refuses connections is left to the requests' own retries."""
+        path = "/health" if self.loading else self.sign_of_life
         try:
-            await asyncio.wait_for(self._client().get(self.sign_of_life), max(self.stall_timeout / 2, 0.5))
+            await asyncio.wait_for(self._client().get(path), max(self.stall_timeout / 2, 0.5))
         except TimeoutError:
             return False
         except _retryable():
@@ -523,7 +526,7 @@ class OpenAIInferenceClient(InferenceEngine):
         self._labels, self._lock = WeightLabels(), threading.RLock()
         self._context: int | None = None
         self._ready = self._paused = self._generates = self._updates = False
-        self._ranks = 1
+        self._ranks, self._scoring = 1, asyncio.Semaphore(64)  # places of their own: those for drawing may all be taken while paused
         self._receiving: tuple[dict[str, Any], Any] | None = None
 
     def __repr__(self) -> str:
@@ -583,9 +586,10 @@ class OpenAIInferenceClient(InferenceEngine):
     async def _draw(self, prompt: list[int], p: SamplingParams, asked: dict[str, Any]) -> list[Completion]:
         """One request; drawn again where a roll-back made its weights void."""
         for _ in range(4):
-            while self._paused:
-                await asyncio.sleep(0.01)
-            answer = await self._post(prompt, asked)
+            async with self.server.place():
+                while self._paused:
+                    await asyncio.sleep(0.01)
+                answer = await self._post(prompt, asked)
             labels = labels_of(answer)
             if not labels & self._labels.void:
                 return completions_of(prompt, p, answer, self.server.base_url, self._labels.current, self.tokenizer)
@@ -616,7 +620,8 @@ class OpenAIInferenceClient(InferenceEngine):
         if len(tokens) < 2:
             return np.full(len(tokens), math.nan)
         asked = vllm_params(SamplingParams(max_tokens=1, prompt_logprobs=True), tokens, max_length=self._context)
-        answer = await self._post(tokens, {**asked, "prompt_logprobs": 0 if temperature == 1 else -1})
+        async with self._scoring:
+            answer = await self._post(tokens, {**asked, "prompt_logprobs": 0 if temperature == 1 else -1})
         return np.array(scored(tokens, answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs"), temperature))
 
     def _post_all(self, *calls: tuple[str, Any], timeout: float = 60.0) -> list[Any]:
@@ -624,21 +629,20 @@ class OpenAIInferenceClient(InferenceEngine):
         self.connect()
         if not self._updates:
             raise self.server.error("this server has no endpoints for pausing and for new weights; start it with VLLMServer, or with VLLM_SERVER_DEV_MODE=1")
-        return [self.server.run(self.server.ask("POST", path, body, timeout=timeout, retries=0)) for path, body in calls]
+        asked = [functools.partial(self.server.ask, "POST", path, body, timeout=timeout, retries=0) for path, body in calls]
+        return [self.server.run(self.server.all([ask], timeout + 1))[0] for ask in asked]
 
     def pause(self) -> None:
         """Hold completions under way, and those that are asked for from now on."""
         with self._lock:
             self._post_all(("/pause?mode=keep", None))
             self._paused = True
-            self.server.quiet.set()
 
     def resume(self) -> None:
         """Go on."""
         with self._lock:
             self._post_all(("/resume", None))
             self._paused = False
-            self.server.quiet.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values; completions under way compute theirs anew."""
@@ -661,19 +665,17 @@ class OpenAIInferenceClient(InferenceEngine):
         return results
 
     @contextlib.contextmanager
-    def _silence(self) -> Iterator[None]:
-        """Loading weights keeps the server from answering: no sign of life is asked for meanwhile."""
-        before = self.server.quiet.is_set()
-        self.server.quiet.set()
+    def _loading(self) -> Iterator[None]:
+        """While the engine's own process is busy."""
+        self.server.loading = True
         try:
             yield
         finally:
-            if not before:
-                self.server.quiet.clear()
+            self.server.loading = False
 
     def update_from_folder(self, path: str | Path, version: int, fingerprint: str | None = None) -> None:
         """Load all weights in place from a folder that the server can read."""
-        with self._lock, self._silence():
+        with self._lock, self._loading():
             self._worker("nexrl_load_folder", path=str(Path(path).resolve()), fingerprint=fingerprint)
             self._adapter = None
             self._took(version)
@@ -681,7 +683,7 @@ class OpenAIInferenceClient(InferenceEngine):
     def update_from_adapter(self, path: str | Path, version: int) -> None:
         """Load a LoRA adapter, in place of the one before, and sample from it."""
         check_adapter(path)
-        with self._lock, self._silence():
+        with self._lock, self._loading():
             self.connect()
             name = f"{self.model}-adapter"
             self._post_all(("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(Path(path).resolve()), "load_inplace": True}), timeout=self.update_timeout)
@@ -695,7 +697,7 @@ class OpenAIInferenceClient(InferenceEngine):
             if not self._updates:
                 self._post_all()
             body = {"method": "nexrl_receive", "kwargs": {"spec": dict(spec)}}
-            self.server.quiet.set()
+            self.server.loading = True
             self._receiving = (dict(spec), self.server.start(self.server.ask("POST", "/collective_rpc", body, timeout=self.update_timeout, retries=0)))
 
     def update_broadcast(self, spec: Mapping[str, Any], version: int) -> None:
@@ -704,17 +706,19 @@ class OpenAIInferenceClient(InferenceEngine):
             if self._receiving is None or self._receiving[0] != dict(spec):
                 raise BackendError("update_broadcast waits for a begin_broadcast with the same spec, and there was none")
             (_, future), self._receiving = self._receiving, None
-            with self._silence():
-                self.server.quiet.set()
-                self._answers("nexrl_receive", future.result(self.update_timeout + 5))
+            with self._loading():
+                self._answers("nexrl_receive", self.server.run(self.server.all([lambda: asyncio.wrap_future(future)], self.update_timeout + 5))[0])
                 self._adapter = None
-                self._took(version)
+            self._took(version)
 
     def health(self) -> dict[str, Any]:
         """What is served; raises BackendError where nothing answers."""
         self.connect()
-        self.server.run(self.server.ask("GET", "/health", timeout=10.0, retries=0))
-        paused = self._updates and self.server.run(self.server.ask("GET", "/is_paused", timeout=10.0, retries=0))["is_paused"]
+        wait = min(10.0, self.server.stall_timeout)
+        self.server.run(self.server.ask("GET", "/health", timeout=wait, retries=0))
+        paused = self._updates and self.server.run(self.server.ask("GET", "/is_paused", timeout=wait, retries=0))["is_paused"]
+        if self._updates:  # another client may have pushed
+            self._labels.current = WeightLabels.version(self.server.run(self.server.ask("GET", "/weight_info", timeout=wait, retries=0))["weight_version"])
         return {"url": self.server.base_url, "model": self.model, "adapter": self._adapter, "weight_version": self._labels.current, "paused": bool(paused)}
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import math
 import os
+import random
 import re
 import secrets
 import select
@@ -45,6 +46,12 @@ NO_VLLM = "vLLM is not installed; `pip install nexrl_sdk[vllm]` on a machine wit
 SUPERVISOR = """
 import os, select, signal, subprocess, sys, time
 
+def say(code):
+    try:
+        print(code, flush=True)
+    except OSError:
+        pass
+
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=2, stderr=2)
 print(child.pid, flush=True)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -54,14 +61,13 @@ while child.poll() is None:
         break
 code = child.poll()
 if code is not None:
-    try:
-        print(code, flush=True)
-    except OSError:
-        pass
+    say(code)
 os.killpg(0, signal.SIGTERM)
 deadline = time.monotonic() + 10
 while child.poll() is None and time.monotonic() < deadline:
     time.sleep(0.05)
+if code is None and child.poll() is not None:
+    say(child.poll())
 os.killpg(0, signal.SIGKILL)
 """
 
@@ -231,7 +237,7 @@ class VLLMServer:
 
     def _environment(self) -> dict[str, str]:
         root = str(Path(__file__).resolve().parents[2])
-        fixed = {"VLLM_API_KEY": self._key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
+        fixed = {"VLLM_API_KEY": self._key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
                  "NEXRL_WEIGHTS_ROOT": str(self.weights_root or ""), "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}  # fmt: skip
         if self.host == "127.0.0.1":
             fixed["VLLM_HOST_IP"] = self.host  # its processes speak to each other there, too
@@ -330,6 +336,9 @@ class _Driver(threading.Thread):
         self.failed: BaseException | None = None
 
     def run(self) -> None:
+        import torch.distributed
+
+        self.had_groups = torch.distributed.is_initialized()
         try:
             self.engine = self._build()
             self.ready.set_result(None)
@@ -344,8 +353,20 @@ class _Driver(threading.Thread):
                         _settle(request.future, output)
         except BaseException as e:  # noqa: BLE001  the engine is lost: everyone is told
             self.failed = e
+        with contextlib.suppress(Exception):
+            self.engine.engine_core.shutdown()
+            self._clean()
+        self.engine = None
         for request in self.requests.values():
             _settle(request.future, error=BackendError(f"vLLM failed: {type(self.failed).__name__}: {self.failed}" if self.failed else "the engine was closed"))
+
+    def _clean(self) -> None:
+        """Free memory, and end the process groups that vLLM made, unless the trainer had some before."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine = None
+        if not self.had_groups:
+            cleanup_dist_env_and_memory()
 
     def _obey(self) -> bool:
         """Do what was asked; wait for more where there is nothing to step."""
@@ -429,6 +450,7 @@ class VLLMEngine(InferenceEngine):
             self._driver.ready.result()
         except Exception as e:
             raise BackendError(f"vLLM did not start in this process: {type(e).__name__}: {e}") from e
+        self._context = int(self._driver.engine.model_config.max_model_len)
 
     def _open(self) -> _Driver:
         if self._closed or not self._driver.is_alive():
@@ -441,7 +463,7 @@ class VLLMEngine(InferenceEngine):
 
     @property
     def max_length(self) -> int | None:
-        return int(self._driver.engine.model_config.max_model_len)
+        return self._context
 
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1, stop_flag: Event | None = None) -> list[list[Completion]]:
         """Draw completions; calls from several threads share the engine's batch."""
@@ -632,7 +654,6 @@ class VLLMEngine(InferenceEngine):
         if not self._closed:
             self._closed = True
             self._driver.stop()
-            self._driver.engine = None
 
 # %% ../../nbs/34_backend.vllm.ipynb #8304588f
 def _build_engine(arguments: Mapping[str, Any], cpu_kv_cache_gb: int) -> Any:
@@ -647,4 +668,19 @@ def _build_engine(arguments: Mapping[str, Any], cpu_kv_cache_gb: int) -> Any:
 
     if arguments.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
         raise ConfigError(f"vLLM has no sleep mode on {current_platform.device_name}; leave sleep_mode out")
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    with _random_state():
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+@contextlib.contextmanager
+def _random_state() -> Iterator[None]:
+    """vLLM seeds every generator of the process; they go on where they were."""
+    import torch
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
