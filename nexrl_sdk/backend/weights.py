@@ -508,13 +508,18 @@ class WeightPusher:
             try:
                 return self._work.run(self.timeout, work)
             except _OutOfTime:
-                self.paused = True
-                error = PushError(f"{what} did not end within {self.timeout:g} s: the engine or the trainer does not answer. Nothing is sampled until a push or a restore succeeds")
-                error.version = version
-                raise error from None
+                raise self._late(version, what) from None
             except KeyboardInterrupt:
                 log.warning("%s was interrupted", what)
                 raise
+
+    def _late(self, version: int | None, what: str) -> PushError:
+        """What is known of a push that took too long."""
+        last = f"version {self.good[-1].version}" if self.good else "what it had"
+        now = "nothing is sampled until a push or a restore succeeds" if self.paused else f"the engine was not touched, and goes on with {last}"
+        error = PushError(f"{what} did not end within {self.timeout:g} s; {now}. {'The engine' if self.paused else 'The training service'} does not answer in time")
+        error.version = version
+        return error
 
     def _push(self, version: int, alive: Callable[[], None]) -> dict[str, float]:
         start = time.perf_counter()
@@ -539,8 +544,8 @@ class WeightPusher:
     def _switch(self, update: Callable[[], None], version: int, expected: list[np.ndarray] | None, before: list[np.ndarray] | None, alive: Callable[[], None]) -> dict[str, float]:
         """Pause, update, forget the cache, prove, resume."""
         alive()
-        self.engine.pause()
         self.paused = True
+        self.engine.pause()
         for step in (update, self.engine.reset_prefix_cache):
             alive()
             step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import struct
 import threading
 import time
@@ -220,9 +221,7 @@ def test_an_engine_that_hangs_is_left_paused_and_its_late_answer_changes_nothing
     before = len(engine.calls)
     engine.faults.clear()
     go.set()
-    deadline = time.monotonic() + 10
-    while any(t.name == "nexrl-push" for t in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_threads()
     assert engine.paused and engine.calls[before:] == []
     pusher.timeout = 30
     assert pusher.restore() == 0 and not engine.paused
@@ -241,6 +240,47 @@ def test_a_failing_export_leaves_the_engine_alone(make: Callable[..., Any]) -> N
     with pytest.raises(CheckpointError, match=r"no space left"):
         pusher.push(1)
     assert len(engine.calls) == calls and not engine.paused
+
+
+@pytest.mark.timeout(60)
+def test_a_training_service_that_hangs_leaves_the_engine_alone(make: Callable[..., Any]) -> None:
+    _, engine, pusher = make("shared-dir")
+    pusher.push(0)
+    calls, go, export = len(engine.calls), threading.Event(), pusher.train.export_weights
+    pusher.train.export_weights = lambda *a: go.wait(30) and export(*a)
+    pusher.timeout = 0.5
+    with pytest.raises(PushError, match=r"the engine was not touched, and goes on with version 0. The training service does not answer"):
+        pusher.push(1)
+    go.set()
+    wait_for_threads()
+    assert len(engine.calls) == calls and not engine.paused and not pusher.paused
+
+
+@pytest.mark.timeout(60)
+def test_the_first_interrupt_waits_for_the_push(make: Callable[..., Any]) -> None:
+    trainer, engine, pusher = make("shared-dir")
+    pusher.push(0)
+    train_step(trainer)
+
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.3)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine.faults["half-way"] = interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pusher.push(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert engine.weight_version == 1 and not engine.paused and pusher.good[-1].version == 1
+
+
+def wait_for_threads() -> None:
+    """Until no push is under way."""
+    deadline = time.monotonic() + 10
+    while any(t.name == "nexrl-push" for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @pytest.mark.timeout(60)
