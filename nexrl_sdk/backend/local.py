@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,23 @@ class LocalBackend(Backend):
         from nexrl_sdk.engine.checkpoint import export_hf
 
         return export_hf(self.model, self.tokenizer, folder)
+
+    def export_adapter(
+        self,
+        folder: str | Path,  # to write
+    ) -> Path:
+        """Write the LoRA adapter for `peft`."""
+        from nexrl_sdk.engine.checkpoint import export_hf
+
+        if self.adapter is None:
+            raise ConfigError("there is no adapter to write: all weights are trained")
+        return export_hf(self.model, None, folder, merge_adapter=False)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:  # transformers' name, and the tensor
+        """Every weight, one after another, with an adapter merged."""
+        from nexrl_sdk.engine.broadcast import named_weights
+
+        return iter(named_weights(self.model, self.adapter))
 
     def close(self) -> None:
         """Stop the sampler and let the model go."""

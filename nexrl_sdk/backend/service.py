@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -19,11 +21,13 @@ import numpy as np
 from ..algo.losses import LOSSES, token_weights
 from ..algo.metrics import reduce_metrics
 from .base import Backend
+from ..engine.checkpoint import load_checkpoint, prune, save_checkpoint
 from ..engine.learner import lr_schedule
-from ..types import AdamParams, Batch, BackendError, ConfigError, Datum, nearest
+from ..types import AdamParams, Batch, BackendError, CheckpointError, ConfigError, Datum, nearest
 
 # %% auto #0
-__all__ = ['ActorConfig', 'TrainServiceClient', 'make_datums', 'InProcessTrainService']
+__all__ = ['ROLES', 'MANIFEST', 'ActorConfig', 'read_actor', 'TrainServiceClient', 'make_datums', 'InProcessTrainService',
+           'check_role', 'read_settings', 'copy_to', 'fetched']
 
 # %% ../../nbs/31_backend.service.ipynb #a346e5ff
 @dataclass(frozen=True)
@@ -65,6 +69,47 @@ class ActorConfig:
         linear = self.loss_fn in ("importance_sampling", "ppo", "cispo", "gspo")
         return linear and not self.loss_config.get("kl_coef") and not self.loss_config.get("entropy_coef")
 
+# %% ../../nbs/31_backend.service.ipynb #66ae035e
+def _identity(value: Any) -> Any:
+    return value
+
+
+_SAME: dict[str, str] = {  # the documents' key -> a field of ActorConfig
+    "optim.lr": "lr", "optim.betas": "betas", "optim.eps": "eps", "optim.weight_decay": "weight_decay", "optim.grad_clip": "grad_clip",
+    "optim.schedule": "schedule", "optim.lr_scheduler": "schedule", "optim.lr_scheduler_type": "schedule", "optim.warmup_steps": "warmup_steps",
+    "optim.lr_warmup_steps": "warmup_steps", "optim.total_steps": "total_steps", "optim.total_training_steps": "total_steps", "ppo_mini_batch_size": "mini_batch_size",
+}  # fmt: skip
+_LOSS: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {  # the documents' key -> keywords of the loss
+    "clip_ratio": (("clip_low_threshold", lambda x: 1 - float(x)), ("clip_high_threshold", lambda x: 1 + float(x))),
+    "clip_ratio_low": (("clip_low_threshold", lambda x: 1 - float(x)),),
+    "clip_ratio_high": (("clip_high_threshold", lambda x: 1 + float(x)),),
+    "clip_ratio_c": (("dual_clip", float),), "dual_clip": (("dual_clip", float),),
+    "entropy_coeff": (("entropy_coef", float),), "kl_loss_coef": (("kl_coef", float),), "kl_loss_type": (("kl_estimator", _identity),),
+    "temperature": (("temperature", float),),
+}  # fmt: skip
+
+
+def read_actor(
+    given: Mapping[str, Any],  # an ActorConfig's fields, or the documents' sections
+) -> ActorConfig:
+    """An actor's configuration in either spelling; raises ConfigError with the nearest known key."""
+    flat = {k: v for k, v in given.items() if k != "optim"} | {f"optim.{k}": v for k, v in dict(given.get("optim") or {}).items()}
+    uses_kl, loss = flat.pop("use_kl_loss", True), dict(flat.pop("loss_config", None) or {})
+    known = [*ActorConfig.__dataclass_fields__, *_SAME, *_LOSS, "use_kl_loss"]
+    fields: dict[str, Any] = {}
+    for key in sorted(flat, key=lambda k: k == "clip_ratio", reverse=True):  # its two sides win over it
+        if key not in known:
+            raise ConfigError(f"actor.{key} is not known{nearest(key, known)}")
+        if key not in _LOSS:
+            fields[_SAME.get(key, key)] = flat[key]
+        elif flat[key] is not None and (uses_kl or not key.startswith("kl_")):
+            loss |= {name: change(flat[key]) for name, change in _LOSS[key]}
+    if "betas" in fields:
+        fields["betas"] = (float(fields["betas"][0]), float(fields["betas"][1]))
+    if not loss.get("kl_coef"):
+        loss.pop("kl_estimator", None)
+    return ActorConfig(**fields, loss_config=loss)
+
 # %% ../../nbs/31_backend.service.ipynb #081f1fb1
 class TrainServiceClient(ABC):
     """What a self-hosted trainer asks of a training service."""
@@ -94,6 +139,10 @@ class TrainServiceClient(ABC):
         """Log-probabilities of a batch's tokens, as tensors old_log_probs or ref_log_probs [B, T]."""
 
     @abstractmethod
+    def forward(self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", loss_config: Mapping[str, Any] | None = None, reference: bool = False) -> dict[str, Any]:
+        """Logprobs and loss of datums without a gradient, by the current or the reference weights."""
+
+    @abstractmethod
     def forward_backward(self, datums: Sequence[Datum], loss_fn: str, loss_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Accumulate the gradient of a loss; returns metrics."""
 
@@ -102,20 +151,73 @@ class TrainServiceClient(ABC):
         """One optimizer step."""
 
     @abstractmethod
+    def zero_grad(self) -> dict[str, Any]:
+        """Forget the accumulated gradient."""
+
+    @abstractmethod
+    def reset(self) -> dict[str, Any]:
+        """Go back to the weights from before training, with a fresh optimizer."""
+
+    @abstractmethod
     def save_checkpoint(
         self,
         local_path: str,  # folder to make
-        hdfs_path: str | None = None,  # remote copy
+        hdfs_path: str | None = None,  # a copy elsewhere: any URL that fsspec knows
         global_step: int = 0,
-        saved_fully_shared_ckpt: bool = True,
-        save_weight_only: bool = False,
-        remove_previous_ckpt: bool = True,
+        saved_fully_shared_ckpt: bool = True,  # each process writes its part; there is no other way here
+        save_weight_only: bool = False,  # a model folder for transformers, without the optimizer
+        remove_previous_ckpt: bool = True,  # the one that was written before it, once this one is complete
+        keep_last: int | None = None,  # checkpoints that stay beside it, itself included; None: all
     ) -> dict[str, Any]:
-        """Write a checkpoint."""
+        """Write a checkpoint, complete or not at all."""
 
     @abstractmethod
-    def load_checkpoint(self, path: str, del_local_after_load: bool = False, load_weight_only: bool = False) -> dict[str, Any]:
-        """Read a checkpoint."""
+    def load_checkpoint(
+        self,
+        path: str,  # a folder, or a URL that fsspec knows
+        del_local_after_load: bool = False,  # remove the folder afterwards
+        load_weight_only: bool = False,  # with a fresh optimizer
+    ) -> dict[str, Any]:
+        """Read a checkpoint; nothing changes where it is damaged."""
+
+    @abstractmethod
+    def convert_checkpoint_to_huggingface(
+        self,
+        path: str,  # a checkpoint
+        target: str,  # the folder to write
+    ) -> dict[str, Any]:
+        """Write a checkpoint's model for transformers; the model in training stays as it is."""
+
+    @abstractmethod
+    def export_weights(
+        self,
+        path: str,  # the folder to write
+        kind: str = "full",  # or "adapter": the LoRA matrices alone
+    ) -> dict[str, Any]:  # path, weight_version, seconds
+        """Write the weights of now for an inference engine."""
+
+    @abstractmethod
+    def broadcast_weights(
+        self,
+        spec: Mapping[str, Any],  # see engine.broadcast; {"plan": True}: only say names, dtypes and shapes
+    ) -> dict[str, Any]:
+        """Send the weights of now to the engines that wait for them."""
+
+    @abstractmethod
+    def publish(self) -> dict[str, Any]:  # weight_version
+        """Count a new version of the weights."""
+
+    @abstractmethod
+    def get_models(self) -> dict[str, Any]:  # identifier -> what it trains
+        """The groups of the service."""
+
+    @abstractmethod
+    def deregister(self) -> dict[str, Any]:
+        """End this client's group."""
+
+    @abstractmethod
+    def shutdown(self) -> dict[str, Any]:
+        """End the service, all of its groups included."""
 
     @abstractmethod
     def health_check(self) -> dict[str, Any]:
@@ -157,19 +259,15 @@ class InProcessTrainService(TrainServiceClient):
         self.previous: Path | None = None  # the checkpoint that this client wrote last
 
     def initialize_worker(self, config_path: str | None = None, config_dict: dict[str, Any] | None = None, role: str = "actor", world_size: int | None = None, zmq_base_port: int | None = None, dispatch_mode: str | None = None) -> dict[str, Any]:
-        """Take the actor's configuration (an ActorConfig's fields, under `actor` or flat)."""
-        if world_size not in (None, 1):
-            raise ConfigError(f"a local backend is one process; world_size is {world_size}: use a self-hosted service for more")
-        if config_dict is None and config_path is not None:
-            from omegaconf import OmegaConf
-
-            config_dict = dict(OmegaConf.to_container(OmegaConf.load(config_path), resolve=True))  # type: ignore[arg-type]
-        given = dict((config_dict or {}).get("actor", config_dict or {}))
-        unknown = set(given) - set(ActorConfig.__dataclass_fields__)
-        if unknown:
-            name = sorted(unknown)[0]
-            raise ConfigError(f"actor.{name} is not known{nearest(name, ActorConfig.__dataclass_fields__)}")
-        self.config, self.role = ActorConfig(**given), role
+        """Take the actor's configuration (an ActorConfig's fields or the documents' sections, under `actor` or flat)."""
+        here = int(getattr(self.backend, "world_size", 1))
+        if world_size not in (None, here):
+            raise ConfigError(f"this backend is of {here} process{'es' if here > 1 else ''}; world_size is {world_size}: use a training service for more")
+        check_role(role)
+        if zmq_base_port is not None:
+            raise ConfigError(f"zmq_base_port={zmq_base_port}: the processes of a group speak over sockets that they choose themselves; leave it out")
+        given = read_settings(config_path) if config_dict is None and config_path is not None else dict(config_dict or {})
+        self.config, self.role = read_actor(given.get("actor", given)), role
         return self.worker_info()
 
     def init_model(self) -> dict[str, Any]:
@@ -178,7 +276,7 @@ class InProcessTrainService(TrainServiceClient):
 
     def update_actor(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
         """PPO epochs over mini-batches, one optimizer step each; an interrupt before the first step undoes all."""
-        whole = Batch.from_nextrainer_batch(batch)
+        whole = self._with_reference(Batch.from_nextrainer_batch(batch))
         step, size = int(whole.metadata.get("global_step", 0)), self.config.mini_batch_size or max(1, len(whole))
         adam, parts = self.config.adam(step), []
         for epoch in range(self.config.ppo_epochs):
@@ -187,6 +285,17 @@ class InProcessTrainService(TrainServiceClient):
                 parts.append(self._mini_step(whole.slice(start, start + size), adam, stop_flag if first else None))
         return {"metrics": reduce_metrics(parts), "meta_info": {"global_step": step + 1, "optimizer_steps": len(parts)}}
 
+    def _with_reference(self, batch: Batch) -> Batch:
+        """The batch with reference logprobs, where the loss needs them and the sender left them to the service."""
+        if self.config.loss_config.get("kl_coef") and "ref_log_probs" not in batch.values:
+            batch = batch.copy()
+            batch.values["ref_log_probs"] = self._logprobs(batch, reference=True)
+        return batch
+
+    def _logprobs(self, batch: Batch, reference: bool) -> Any:
+        temperature = {"temperature": self.config.loss_config.get("temperature", 1.0)}
+        return batch.scatter(self.backend.forward(batch.to_datums(skip_unsampled=False), "cross_entropy", temperature, reference=reference).logprobs)
+
     def _mini_step(self, batch: Batch, adam: AdamParams, stop_flag: Event | None) -> dict[str, float]:
         datums, skipped = make_datums(batch, self.config)
         out = self.backend.forward_backward(datums, self.config.loss_fn, self.config.loss_config, stop_flag=stop_flag)
@@ -194,35 +303,91 @@ class InProcessTrainService(TrainServiceClient):
 
     def compute_log_prob(self, batch: Mapping[str, Any], reference: bool = False) -> dict[str, Any]:
         """Log-probabilities by the current (or the reference) weights, aligned with input_ids."""
-        whole = Batch.from_nextrainer_batch(batch)
-        out = self.backend.forward(whole.to_datums(skip_unsampled=False), "cross_entropy", {"temperature": self.config.loss_config.get("temperature", 1.0)}, reference=reference)
         name = "ref_log_probs" if reference else "old_log_probs"
-        return {"tensors": {name: whole.scatter(out.logprobs)}, "metrics": {}, "meta_info": {}}
+        return {"tensors": {name: self._logprobs(Batch.from_nextrainer_batch(batch), reference)}, "metrics": {}, "meta_info": {}}
+
+    def forward(self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", loss_config: Mapping[str, Any] | None = None, reference: bool = False) -> dict[str, Any]:
+        """Logprobs and loss without a gradient."""
+        out = self.backend.forward(datums, loss_fn, loss_config, reference=reference)
+        return {"metrics": out.metrics, "logprobs": out.logprobs, "loss": out.loss}
 
     def forward_backward(self, datums: Sequence[Datum], loss_fn: str, loss_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Accumulate the gradient of a loss."""
         out = self.backend.forward_backward(datums, loss_fn, loss_config)
-        return {"metrics": {"loss": out.loss, **out.metrics}, "logprobs": out.logprobs}
+        return {"metrics": out.metrics, "logprobs": out.logprobs, "loss": out.loss}
 
     def optim_step(self, adam: AdamParams | None = None) -> dict[str, Any]:
         """One optimizer step."""
         return {"metrics": self.backend.optim_step(adam or self.config.adam(0))}
 
-    def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, saved_fully_shared_ckpt: bool = True, save_weight_only: bool = False, remove_previous_ckpt: bool = True) -> dict[str, Any]:
-        """Write a checkpoint; the one that this client wrote before it goes once the new one is complete."""
-        if hdfs_path is not None or save_weight_only:
-            raise BackendError("a local backend writes whole checkpoints to a local folder; leave hdfs_path and save_weight_only out")
-        path = self.backend.save(local_path, {"global_step": global_step})
+    def zero_grad(self) -> dict[str, Any]:
+        """Forget the accumulated gradient."""
+        self.backend.zero_grad()
+        return {}
+
+    def reset(self) -> dict[str, Any]:
+        """Back to the weights from before training."""
+        self.backend.reset()
+        return self.worker_info()
+
+    def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, saved_fully_shared_ckpt: bool = True, save_weight_only: bool = False, remove_previous_ckpt: bool = True, keep_last: int | None = None) -> dict[str, Any]:
+        """Write a checkpoint; the one that this client wrote before it goes once the new one is complete, and its copy is."""
+        if not saved_fully_shared_ckpt:
+            raise ConfigError("saved_fully_shared_ckpt=False: each process writes its own part here, and any number of processes can read them; leave it out")
+        path = self._exported(local_path) if save_weight_only else Path(self.backend.save(local_path, {"global_step": global_step}))
+        copied = None if hdfs_path is None else copy_to(path, hdfs_path)
         if remove_previous_ckpt and self.previous is not None and self.previous != path:
             shutil.rmtree(self.previous, ignore_errors=True)
         self.previous = path
-        return {"path": str(path), "global_step": global_step}
+        if keep_last is not None and not save_weight_only:
+            prune(path, keep_last)
+        return {"path": str(path), "global_step": global_step, **({} if copied is None else {"copy": copied})}
 
     def load_checkpoint(self, path: str, del_local_after_load: bool = False, load_weight_only: bool = False) -> dict[str, Any]:
-        """Read a checkpoint that `save_checkpoint` wrote."""
-        if del_local_after_load or load_weight_only:
-            raise BackendError("a local backend reads whole checkpoints and keeps them; leave del_local_after_load and load_weight_only out")
-        return {"path": str(path), **self.backend.load(path)}
+        """Read a checkpoint that `save_checkpoint` wrote, or its copy."""
+        with fetched(path) as folder:
+            with _without_optimizer(folder) if load_weight_only else contextlib.nullcontext(folder) as source:
+                state = self.backend.load(source)
+        if del_local_after_load:
+            shutil.rmtree(path, ignore_errors=True) if "://" not in str(path) else None
+        return {"path": str(path), **state}
+
+    def convert_checkpoint_to_huggingface(self, path: str, target: str) -> dict[str, Any]:
+        """Read a checkpoint into the model, write that, and go back to where the model stood."""
+        with tempfile.TemporaryDirectory(prefix="nexrl_convert_", dir=Path(target).parent if Path(target).parent.is_dir() else None) as kept:
+            before = self.backend.save(Path(kept) / "now", {})
+            try:
+                self.backend.load(path)
+                return {"path": str(self._exported(target))}
+            finally:
+                self.backend.load(before)
+
+    def _exported(self, path: str, kind: str = "full") -> Path:
+        method = {"full": "export", "adapter": "export_adapter"}.get(kind)
+        if method is None:
+            raise ConfigError(f"kind {kind!r} is not known{nearest(kind, ('full', 'adapter'))}")
+        if not hasattr(self.backend, method):
+            raise BackendError(f"{type(self.backend).__name__} has no weights to write")
+        return Path(getattr(self.backend, method)(path))
+
+    def export_weights(self, path: str, kind: str = "full") -> dict[str, Any]:
+        """Write the weights of now."""
+        began = time.perf_counter()
+        written = self._exported(path, kind)
+        return {"path": str(written), "weight_version": self.backend.weight_version, "seconds": time.perf_counter() - began}
+
+    def broadcast_weights(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Send the weights of now."""
+        from nexrl_sdk.engine.broadcast import plan_weights, send_weights
+
+        if not hasattr(self.backend, "named_weights"):
+            raise BackendError(f"{type(self.backend).__name__} has no weights to send")
+        named = self.backend.named_weights()
+        return dict(plan_weights(named) if spec.get("plan") else send_weights(named, spec))
+
+    def publish(self) -> dict[str, Any]:
+        """Count a new version."""
+        return {"weight_version": self.backend.publish()}
 
     def health_check(self) -> dict[str, Any]:
         """Always healthy: a fault here is an exception of the call itself."""
@@ -230,4 +395,107 @@ class InProcessTrainService(TrainServiceClient):
 
     def worker_info(self) -> dict[str, Any]:
         """What trains here."""
-        return {"role": self.role, "world_size": 1, "backend": type(self.backend).__name__, "weight_version": self.backend.weight_version}
+        return {"role": self.role, "world_size": int(getattr(self.backend, "world_size", 1)), "backend": type(self.backend).__name__, "weight_version": self.backend.weight_version}
+
+    def get_models(self) -> dict[str, Any]:
+        """One: this one."""
+        return {self.role: self.worker_info()}
+
+    def deregister(self) -> dict[str, Any]:
+        """Close the backend."""
+        self.backend.close()
+        return {}
+
+    def shutdown(self) -> dict[str, Any]:
+        """Close the backend."""
+        return self.deregister()
+
+# %% ../../nbs/31_backend.service.ipynb #5ebd5dcd
+ROLES = ("actor", "teacher", "reference")
+
+
+def check_role(role: str) -> None:
+    """Raise ConfigError for a role that no group can have."""
+    if role == "critic":
+        raise ConfigError("role 'critic': no algorithm here learns a value function; groups are actor, teacher or reference")
+    if role not in ROLES:
+        raise ConfigError(f"role {role!r} is not known{nearest(role, ROLES)}")
+
+
+def read_settings(
+    path: str,  # a YAML file
+) -> dict[str, Any]:
+    """A configuration file, its interpolations resolved."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, OmegaConfBaseException, ValueError) as e:
+        raise ConfigError(f"config_path {path}: {e}") from e
+    if not isinstance(found, dict):
+        raise ConfigError(f"config_path {path} holds no mapping")
+    return {str(k): v for k, v in found.items()}
+
+# %% ../../nbs/31_backend.service.ipynb #4b9853ed
+MANIFEST = "manifest.json"
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
+    except (ValueError, ImportError) as e:
+        raise ConfigError(f"{url}: {e}") from e
+
+
+def copy_to(
+    folder: Path,
+    url: str,  # that fsspec knows: hdfs://, s3://, gs://, file://
+) -> str:
+    """Copy a checkpoint elsewhere, its manifest last: without one it is not complete."""
+    system, place = _filesystem(url)
+    try:
+        system.makedirs(place, exist_ok=True)
+        if system.exists(f"{place}/{MANIFEST}"):
+            system.rm_file(f"{place}/{MANIFEST}")
+        files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.name == MANIFEST)
+        for path in files:
+            target = f"{place}/{path.relative_to(folder).as_posix()}"
+            system.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            system.put_file(str(path), target)
+    except (OSError, ImportError) as e:
+        raise CheckpointError(f"{folder} is complete, but could not be copied to {url}: {e}") from e
+    return url
+
+
+@contextlib.contextmanager
+def fetched(
+    path: str | Path,  # a folder, or a URL that fsspec knows
+) -> Iterator[Path]:
+    """A checkpoint as a folder here, fetched for the block where it lies elsewhere."""
+    if "://" not in str(path):
+        yield Path(path)
+        return
+    system, place = _filesystem(str(path))
+    with tempfile.TemporaryDirectory(prefix="nexrl_fetched_") as tmp:
+        try:
+            system.get(place.rstrip("/") + "/", str(Path(tmp) / "checkpoint") + "/", recursive=True)
+        except (OSError, ImportError) as e:
+            raise CheckpointError(f"{path} could not be fetched: {e}") from e
+        yield Path(tmp) / "checkpoint"
+
+
+@contextlib.contextmanager
+def _without_optimizer(folder: Path) -> Iterator[Path]:
+    """The same checkpoint with moments and step counts of 0, and no gradients."""
+    checkpoint = load_checkpoint(folder)
+    for tensors in checkpoint.tensors.values():
+        for name in [n for n in tensors if "/grad/" in n]:
+            del tensors[name]
+        for name, t in tensors.items():
+            if any(part in name for part in ("/exp_avg/", "/exp_avg_sq/", "/step/")):
+                t.zero_()
+    with tempfile.TemporaryDirectory(prefix="nexrl_weights_") as tmp:
+        yield save_checkpoint(Path(tmp) / "checkpoint", checkpoint.tensors, checkpoint.meta)
