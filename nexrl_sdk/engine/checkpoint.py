@@ -485,7 +485,7 @@ def _whole_tensors(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
 def full_weights(
     model: EngineModel,
     adapter: str | None = None,  # whose delta is added; None: none
-) -> Iterator[tuple[str, Tensor]]:  # transformers' name and the live tensor where nothing was added: use it before asking for the next
+) -> Iterator[tuple[str, Tensor]]:  # transformers' name and a tensor that is lent until the next is asked for: copy it
     """The weights one after another, with an adapter merged; of a sharded model every rank goes through all of them, in step."""
     wrapped = {f"{n}.weight": m for n, m in model.base.named_modules() if adapter is not None and adapter in getattr(m, "lora_A", {})}
     with torch.no_grad():

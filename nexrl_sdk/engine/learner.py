@@ -58,6 +58,13 @@ def check_datums(
         _name_bad_token(datums, vocab)
 
 
+def _check_fields(datums: Sequence[Datum]) -> None:
+    """What packing would find out in one micro-batch of one rank."""
+    for i, d in enumerate(datums):
+        if d.fields.keys() != datums[0].fields.keys():
+            raise DataError(f"datum {i} has the fields {sorted(d.fields)}, datum 0 has {sorted(datums[0].fields)}; one call takes datums of equal fields")
+
+
 def _name_bad_token(datums: Sequence[Datum], vocab: int) -> None:
     for i, d in enumerate(datums):
         for name, ids in (("token", d.tokens), ("target", d.targets)):
@@ -312,6 +319,8 @@ class Learner(Trained):
             needed = [f for f in required_fields(loss_fn, config) if f != "weights"]
             if len(datums) or self.model.ranks is None:
                 check_datums(datums, needed, self.model.vocab_size, self.model.max_length)
+            if self.model.ranks is not None:
+                _check_fields(datums)
         return Call(loss_fn, config, temperature, [np.zeros(0, np.float32)] * len(datums), ranks=self.model.ranks)
 
     def _layouts(self, datums: Sequence[Datum], stop_flag: threading.Event | None) -> Iterator[Layout]:

@@ -32,8 +32,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_bytes
-from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from ..backend.base import Backend, Capabilities
@@ -44,10 +42,11 @@ from ..engine.learner import ForwardOutput, Learner
 from ..engine.model import LoraConfig, load_model, load_tokenizer, pick_device, pick_dtype, resolve_model
 from ..engine.shard import Ranks, error_from, error_record
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, DataError, Datum, Interrupted, NexRLError, SamplingParams, nearest
+from ..wire import datums_to_tensors, decode, encode, tensors_to_datums
 
 # %% auto #0
-__all__ = ['LARGEST', 'STOPPABLE', 'Message', 'Link', 'split_by_tokens', 'datums_to_message', 'message_to_datums',
-           'WorkerSettings', 'Worker', 'serve_rank', 'main', 'RankProcesses', 'WorkerGroup']
+__all__ = ['LARGEST', 'STOPPABLE', 'Message', 'Link', 'split_by_tokens', 'WorkerSettings', 'Worker', 'serve_rank', 'main',
+           'RankProcesses', 'WorkerGroup']
 
 # %% ../../nbs/81_serve.workers.ipynb #5e158b9f
 LARGEST = 64 << 30  # bytes of a message: more is a damaged stream
@@ -62,14 +61,13 @@ class Message:
 
     def encode(self) -> bytes:
         """As bytes."""
-        return save_bytes(self.tensors, metadata={"meta": json.dumps(self.meta)})
+        return encode(self.tensors, self.meta)
 
     @classmethod
-    def decode(cls, data: bytes) -> Message:
-        """From bytes."""
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        return cls(json.loads(header["__metadata__"]["meta"]), load_bytes(data))
+    def decode(cls, data: bytes | bytearray) -> Message:
+        """From bytes; raises DataError where they are anything else."""
+        tensors, meta = decode(data)
+        return cls(meta, tensors)
 
 
 class Link:
@@ -99,7 +97,7 @@ class Link:
         (size,) = struct.unpack("!Q", self._exactly(8))
         if size > LARGEST:
             raise EOFError("the stream is damaged")
-        return Message.decode(bytes(self._exactly(size)))
+        return Message.decode(self._exactly(size))
 
     def _exactly(self, size: int) -> bytearray:
         data, at = bytearray(size), 0
@@ -131,30 +129,6 @@ def _own_tokens(tokens: np.ndarray, before: np.ndarray | None) -> int:
     n = min(len(tokens), len(before))
     same = tokens[:n] == before[:n]
     return max(1, len(tokens) - (n if same.all() else int(same.argmin())))
-
-# %% ../../nbs/81_serve.workers.ipynb #ab38b0c4
-def datums_to_message(
-    datums: Sequence[Datum],  # of equal fields
-    meta: Mapping[str, Any],
-) -> Message:
-    """Datums behind each other."""
-    names = list(datums[0].fields) if len(datums) else []
-    for i, d in enumerate(datums):
-        if d.fields.keys() != datums[0].fields.keys():
-            raise DataError(f"datum {i} has the fields {sorted(d.fields)}, datum 0 has {sorted(names)}; one call takes datums of equal fields")
-    columns = {"tokens": [d.tokens for d in datums], "targets": [d.targets for d in datums], **{f"field.{n}": [d.fields[n] for d in datums] for n in names}}
-    tensors = {n: torch.from_numpy(np.concatenate(x)) for n, x in columns.items() if x}
-    return Message(dict(meta), tensors | {"lengths": torch.tensor([len(d) for d in datums], dtype=torch.int64)})
-
-
-def message_to_datums(message: Message) -> list[Datum]:
-    """The datums of a message."""
-    ends = message.tensors["lengths"].cumsum(0)[:-1].numpy()
-    if not message.tensors["lengths"].numel():
-        return []
-    columns = {n: np.split(t.numpy(), ends) for n, t in message.tensors.items() if n != "lengths"}
-    names = [n for n in columns if n.startswith("field.")]
-    return [Datum(columns["tokens"][i], columns["targets"][i], {n[6:]: columns[n][i] for n in names}) for i in range(len(ends) + 1)]
 
 # %% ../../nbs/81_serve.workers.ipynb #9dbdf5ea
 @dataclass(frozen=True)
@@ -209,7 +183,7 @@ class Worker:
 
     def _datums(self, message: Message) -> list[Datum]:
         """This rank's datums: all that came, or its part of them."""
-        datums = message_to_datums(message)
+        datums = tensors_to_datums(message.tensors)
         if message.meta.get("dispatch") != "broadcast":
             return datums
         return [datums[i] for i in split_by_tokens(datums, self.ranks.size)[self.ranks.rank]]
@@ -282,7 +256,7 @@ class Worker:
         with self.model.lock:
             for name, tensor in self._served():
                 if self.ranks.rank == 0:
-                    self.send(Message({"id": message.meta["id"], "name": name}, {"tensor": tensor.cpu().contiguous()}))
+                    self.send(Message({"id": message.meta["id"], "name": name}, {"tensor": tensor.to("cpu", copy=True).contiguous()}))  # a copy: FSDP2 frees what it lent
         return Message({})
 
     def broadcast(self, message: Message, stop: threading.Event | None) -> Message:
@@ -753,7 +727,7 @@ class WorkerGroup(Backend):
         parts = split_by_tokens(datums, self.world_size)
         meta = {"loss_fn": loss_fn, "loss_config": _plain_json(loss_config), "dispatch": self.dispatch_mode, **more}
         everything = range(len(datums)) if self.dispatch_mode == "broadcast" else None
-        messages = [datums_to_message([datums[i] for i in everything or part], meta) for part in parts]
+        messages = [Message(meta, datums_to_tensors([datums[i] for i in everything or part])) for part in parts]
         answers = self.processes.call(op, None, messages, stop_flag=stop_flag)
         logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(datums)
         for part, answer in zip(parts, answers):

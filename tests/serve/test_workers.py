@@ -93,6 +93,7 @@ def same_steps(group: WorkerGroup, backend: LocalBackend, steps: int, first: int
 
 def test_two_ranks_train_as_one_process_and_their_states_are_each_others(group: WorkerGroup, folder: Path, tmp_path: Path) -> None:
     group.reset()
+    assert group.info["held"] < 0.6 * group.info["parameters"]  # each rank has its half
     backend = LocalBackend(folder, device="cpu")
     same_steps(group, backend, 5)
     data = make_data(77)
@@ -185,6 +186,8 @@ def test_what_cannot_be_done_is_said_and_the_group_goes_on(group: WorkerGroup) -
         group.forward_backward([poisoned, *data[1:]], "importance_sampling")
     with pytest.raises(BackendError, match="no gradients"):
         group.optim_step()
+    with pytest.raises(DataError, match="equal fields"):
+        group.forward_backward([*data, Datum(data[0].tokens, data[0].targets, {**data[0].fields, "more": data[0].fields["weights"]})], "ppo")
     with pytest.raises(DataError, match="no datums"):
         group.forward([])
     with pytest.raises(ConfigError, match="by its name"):
