@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend.weights_fakes import FakeEngine, train_service, train_step
+from backend.weights_fakes import FakeEngine, train_step
 
 from nexrl_sdk.backend.local import LocalBackend
 from nexrl_sdk.backend.weights import ROUTES, BroadcastRoute, ParityError, ParityProbe, PushError, WeightPusher, check_folder, compare, make_route, probe_prompts
@@ -35,7 +35,7 @@ def make(tiny: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., An
         opened.extend((trainer, engine))
         probe = options.pop("probe", ParityProbe(probe_prompts(272)))
         the_route = BroadcastRoute(timeout=10) if route == "broadcast" else make_route(route)
-        return trainer, engine, WeightPusher(train_service(trainer), engine, the_route, probe, tmp_path / "weights", **options)
+        return trainer, engine, WeightPusher(trainer.train_service, engine, the_route, probe, tmp_path / "weights", **options)
 
     yield build
     for x in opened:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backend.weights_fakes import train_service, train_step
+from backend.weights_fakes import train_step
 
 pytest.importorskip("vllm")
 
@@ -44,7 +44,7 @@ def make(engine: Any, vllm_model: Callable[[int], Path], tmp_path: Path) -> Iter
         trainer = LocalBackend(vllm_model(0), dtype="float32", device="cpu", lora={"rank": 4} if lora else None)
         opened.append(trainer)
         the_route = BroadcastRoute(timeout=10) if route == "broadcast" else make_route(route)
-        return trainer, WeightPusher(train_service(trainer), engine, the_route, PROBE, tmp_path / "weights", **options)
+        return trainer, WeightPusher(trainer.train_service, engine, the_route, PROBE, tmp_path / "weights", **options)
 
     yield build
     for x in opened:
@@ -193,7 +193,7 @@ def test_a_server_that_is_killed_during_a_push(vllm_model: Callable[[int], Path]
     trainer = LocalBackend(vllm_model(0), dtype="float32", device="cpu")
     with VLLMServer(vllm_model(0), dtype="float32", max_model_len=256, args=["--enforce-eager"]) as server:
         engine = server.client(stall_timeout=10)
-        pusher = WeightPusher(train_service(trainer), engine, make_route("shared-dir"), PROBE, tmp_path / "weights", timeout=60)
+        pusher = WeightPusher(trainer.train_service, engine, make_route("shared-dir"), PROBE, tmp_path / "weights", timeout=60)
         pusher.push(1)
         update = engine.update_from_folder
 

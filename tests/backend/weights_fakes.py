@@ -131,28 +131,3 @@ def train_step(backend: Any, tokens: Sequence[int] = (10, 20, 30, 40, 50, 60), l
     """One supervised step."""
     backend.forward_backward([datum(tokens)], "cross_entropy", {})
     backend.optim_step(AdamParams(lr))
-
-
-def train_service(backend: LocalBackend) -> Any:
-    """The backend's training service."""
-    from nexrl_sdk.backend.service import InProcessTrainService, TrainServiceClient
-
-    if hasattr(TrainServiceClient, "export_weights"):
-        return backend.train_service
-    from nexrl_sdk.engine.broadcast import named_weights, plan_weights, send_weights
-    from nexrl_sdk.engine.checkpoint import export_hf
-
-    class Service(InProcessTrainService):
-        def forward(self, datums: Any, loss_fn: str, loss_config: Any = None, reference: bool = False) -> dict[str, Any]:
-            out = self.backend.forward(datums, loss_fn, loss_config, reference=reference)
-            return {"logprobs": out.logprobs, "metrics": out.metrics, "loss": out.loss}
-
-        def export_weights(self, path: str, kind: str = "full") -> dict[str, Any]:
-            b = self.backend
-            return {"path": str(export_hf(b.model, None, path, merge_adapter=kind == "full")), "weight_version": b.weight_version, "seconds": 0.0}
-
-        def broadcast_weights(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-            named = named_weights(self.backend.model, self.backend.adapter)
-            return plan_weights(named) if spec.get("plan") else send_weights(named, spec)
-
-    return Service(backend)

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from backend.weights_fakes import FakeEngine, train_service, train_step
+from backend.weights_fakes import FakeEngine, train_step
 from conftest import make_model, make_tokenizer
 
 from nexrl_sdk.backend.local import LocalBackend
@@ -49,7 +49,7 @@ def pusher(folder: Path, route: str, engine: Any, place: Path) -> tuple[LocalBac
     """A trainer and its way to the engine."""
     trainer = LocalBackend(folder, dtype="float32", device="cpu", lora={"rank": 8} if route == "lora" else None)
     probe = ParityProbe(probe_prompts(trainer.model.config.vocab_size), "float32")
-    return trainer, WeightPusher(train_service(trainer), engine, make_route(route), probe, place / route, snapshot=False)
+    return trainer, WeightPusher(trainer.train_service, engine, make_route(route), probe, place / route, snapshot=False)
 
 
 def measure(folder: Path, routes: tuple[str, ...], engine: Any, rounds: int) -> Rows:
