@@ -80,10 +80,16 @@ class _Group:
     trajectories: list[Trajectory] = field(default_factory=list)
     runs: set[Hashable] = field(default_factory=set)
     batch: int = 0  # the announced batch that it is part of
+    planned: int | None = None  # rollouts that it counts as in a batch, where it gets no more; None: those that it has
 
     def add(self, run: Hashable, trajectory: Trajectory) -> None:
         self.runs.add(run)
         self.trajectories.append(trajectory)
+
+    @property
+    def size(self) -> int:
+        """Rollouts that it counts as."""
+        return len(self.runs) if self.planned is None else self.planned
 
     @property
     def oldest(self) -> float:
@@ -168,7 +174,7 @@ class TrajectoryPool:
         trajectories: Trajectory | Iterable[Trajectory],  # whole rollouts: all trajectories of a run_id at once
         *,
         batch: int = 0,  # the announced batch that they are part of
-        whole: bool = False,  # their groups get no more members; one with fewer answers than group_size is incomplete
+        whole: bool = False,  # their groups get no more members, and count as group_size rollouts; one with fewer answers is incomplete
         incomplete: str | None = None,  # the policy for those; None: the pool's
     ) -> None:
         """Add rollouts; raises PoolClosed after `close`."""
@@ -199,6 +205,7 @@ class TrajectoryPool:
         full = [g for g in touched.values() if whole or self.group_size is None or len(g.runs) >= self.group_size]
         for g in full:
             del self._open[g.key]
+            g.planned = self.group_size if whole else None
         return full
 
     def _let_go(self, groups: list[_Group]) -> list[_Group]:
@@ -213,7 +220,7 @@ class TrajectoryPool:
                 gone.append(g)
             else:
                 self._complete.append(g)
-                self._size += len(g.runs)
+                self._size += g.size
         self.counts["stale"] += sum(len(g.runs) for g in gone)
         return gone
 
@@ -241,7 +248,7 @@ class TrajectoryPool:
         with self.changed:
             back = []
             for trajectories, batch in zip(groups, batches, strict=True):
-                group = _Group(group_key(trajectories[0], self.key_list), batch=batch)
+                group = _Group(group_key(trajectories[0], self.key_list), batch=batch, planned=self.group_size)
                 for t in trajectories:
                     group.add(id(t) if t.run_id is None else t.run_id, t)
                 back.append(group)
@@ -281,7 +288,7 @@ class TrajectoryPool:
 
     def _status(self) -> PoolStatus:
         first = min((*self._expected, *(g.batch for g in self._complete)), default=0)
-        arrived = 0 if self._expected[first] else sum(len(g.runs) for g in self._complete if g.batch == first)
+        arrived = 0 if self._expected[first] else sum(g.size for g in self._complete if g.batch == first)
         return PoolStatus(self.batch_size, self._size, len(self._complete), len(self._open), self._expected.total(), arrived)
 
     def get_batch_nowait(self) -> Rollouts | None:  # None: not ready
@@ -338,8 +345,8 @@ class TrajectoryPool:
         while self._complete and wanted > 0:
             group = self._complete.pop(0)
             taken.append(group)
-            self._size -= len(group.runs)
-            wanted -= len(group.runs)
+            self._size -= group.size
+            wanted -= group.size
             self.counts["taken"] += len(group.runs)
         return _rollouts(taken) if taken else None
 
@@ -363,8 +370,8 @@ class TrajectoryPool:
         with self.changed:
             groups = {"complete": self._complete, "open": list(self._open.values())}
             stored: dict[str, Any] = {name: [[dumps(t) for t in g.trajectories] for g in some] for name, some in groups.items()}
-            batches = {name: [g.batch for g in some] for name, some in groups.items()}
-            return {**stored, "batches": batches, "counts": dict(self.counts), "expected": [[b, n] for b, n in self._expected.items()], "weight_version": self.weight_version}
+            kept = {name: [[g.batch, g.planned] for g in some] for name, some in groups.items()}
+            return {**stored, "batches": kept, "counts": dict(self.counts), "expected": [[b, n] for b, n in self._expected.items()], "weight_version": self.weight_version}
 
     def load_state_dict(
         self,
@@ -372,18 +379,18 @@ class TrajectoryPool:
     ) -> None:
         """Go back to a stored state."""
         with self.changed:
-            complete, opened = ([self._regroup(lines, batch) for lines, batch in zip(state[name], state["batches"][name], strict=True)] for name in ("complete", "open"))
-            self._complete, self._size = complete, sum(len(g.runs) for g in complete)
+            complete, opened = ([self._regroup(lines, *kept) for lines, kept in zip(state[name], state["batches"][name], strict=True)] for name in ("complete", "open"))
+            self._complete, self._size = complete, sum(g.size for g in complete)
             self._open = {g.key: g for g in opened}
             self.counts, self.weight_version = Counter(state["counts"]), int(state["weight_version"])
             self._expected = Counter({int(b): int(n) for b, n in state["expected"]})
             self.changed.notify_all()
 
-    def _regroup(self, lines: Sequence[str], batch: int) -> _Group:
+    def _regroup(self, lines: Sequence[str], batch: int, planned: int | None) -> _Group:
         trajectories = [loads(line) for line in lines]
         key = group_key(trajectories[0], self.key_list)
         first = (key, id(trajectories[0]) if trajectories[0].run_id is None else trajectories[0].run_id)
-        group = _Group(key if self.group_size is not None else first, batch=batch)
+        group = _Group(key if self.group_size is not None else first, batch=batch, planned=planned)
         for t in trajectories:
             group.add((key, id(t) if t.run_id is None else t.run_id), t)
         return group

@@ -41,7 +41,7 @@ class Journal:
         self,
         path: str | Path,  # made with the first line
     ):
-        self.path, self._lock = Path(path), threading.Lock()
+        self.path, self._lock, self._whole = Path(path), threading.Lock(), False
 
     def append(
         self,
@@ -51,8 +51,12 @@ class Journal:
         """Add answers; they are there when this returns, whatever becomes of the process."""
         head = json.dumps({"keys": list(keys), "newest": _newest(trajectories)})[:-1]
         line = f'{head}, "rollouts": [{", ".join(dumps(t) for t in trajectories)}]}}\n'.encode("utf-8", "backslashreplace")
-        with self._lock, self.path.open("ab") as f:
-            f.write(line)
+        with self._lock:
+            if not self._whole and self._torn():
+                line = b"\n" + line
+            self._whole = True
+            with self.path.open("ab") as f:
+                f.write(line)
 
     def read(self) -> list[Entry]:
         """Every whole entry, oldest first."""
