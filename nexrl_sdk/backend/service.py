@@ -380,10 +380,13 @@ class InProcessTrainService(TrainServiceClient):
         """Send the weights of now."""
         from nexrl_sdk.engine.broadcast import plan_weights, send_weights
 
+        if hasattr(self.backend, "broadcast_weights"):  # its rank 0 sends
+            return dict(self.backend.broadcast_weights(spec))
         if not hasattr(self.backend, "named_weights"):
             raise BackendError(f"{type(self.backend).__name__} has no weights to send")
         named = self.backend.named_weights()
-        return dict(plan_weights(named) if spec.get("plan") else send_weights(named, spec))
+        device = self.backend.model.device if spec.get("backend") == "nccl" else "cpu"  # type: ignore[attr-defined]
+        return dict(plan_weights(named) if spec.get("plan") else send_weights(named, spec, device))
 
     def publish(self) -> dict[str, Any]:
         """Count a new version."""
