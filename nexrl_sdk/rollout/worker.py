@@ -180,6 +180,7 @@ class WorkerHooks(ABC):
         self.sampling, self.group_size, self.seed = sampling or SamplingParams(), group_size, seed
         self.max_prompt_length, self.overlong = max_prompt_length, overlong
         self.concurrency, self.retries, self.eval_timeout = concurrency, retries, eval_timeout
+        self._judges = threading.BoundedSemaphore(concurrency)  # calls of `run` from several threads share the evaluators
         self.logger = logging.getLogger(f"nexrl_sdk.rollout.{type(self).__name__}")
 
     def format_task_query(
@@ -266,7 +267,8 @@ class BaseRolloutWorker(WorkerHooks):
     def _judge(self, evaluator: Evaluator | None, t: Trajectory) -> Score:
         if evaluator is None:
             return Score("unscored", error="this worker has no evaluator")
-        return score(evaluator, t.get("data") or {}, self.target(t), self.eval_timeout)
+        with self._judges:
+            return score(evaluator, t.get("data") or {}, self.target(t), self.eval_timeout)
 
     def target(
         self,
