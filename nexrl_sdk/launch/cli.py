@@ -18,8 +18,8 @@ import typer
 from ..types import ConfigError, DataError, EvaluatorError, NexRLError, RunFolderError
 
 # %% auto #0
-__all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'Stopped', 'stoppable', 'run', 'resume', 'validate', 'report',
-           'init', 'exit_code', 'message_for', 'main']
+__all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'TrainUrl', 'InferenceUrl', 'serve', 'Stopped', 'stoppable',
+           'run', 'resume', 'validate', 'report', 'init', 'train', 'exit_code', 'message_for', 'main']
 
 # %% ../../nbs/95_launch.cli.ipynb #33d4ab75
 app = typer.Typer(
@@ -32,6 +32,7 @@ app = typer.Typer(
     nexrl run my_task               train it
     nexrl resume runs/my_task       go on after an interrupt, a kill, or a full disk
     nexrl report runs/my_task       a page with curves and answers
+    nexrl serve train               a training service for runs elsewhere
 
 \b
 A recipe is a YAML file, or a folder with one. Any key can be changed for one run:
@@ -78,7 +79,8 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
     else:
         label = "held-out reward" if summary["reward/of"].startswith("held") else "training reward"
         result = f"{label}  {_number(summary['reward/before'])} -> {_number(summary['reward/after'])}"
-    lines = [f"{result}  ({summary['steps']} steps, {summary['seconds']:.1f} s)", f"run folder       {folder}"]
+    done = ["this run was finished already; with --steps it is trained further"] if summary.get("finished") else []
+    lines = [*done, f"{result}  ({summary['steps']} steps, {summary['seconds']:.1f} s)", f"run folder       {folder}"]
     if report:
         lines.append(f"report           {folder}/report.html")
     if not supervised and summary.get("group/frac_zero_std", 0.0) > 0.99:
@@ -116,6 +118,10 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no report.html.")]
 
 
+TrainUrl = Annotated[str | None, typer.Option("--train-url", help="A training service that runs already, for a recipe that trains in one.", show_default=False)]
+InferenceUrl = Annotated[str | None, typer.Option("--inference-url", help="An inference server that runs already, for a recipe that samples from one.", show_default=False)]
+
+
 @app.command()
 def run(
     recipe: RecipePath,
@@ -123,6 +129,8 @@ def run(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The run folder. Default: a new one, runs/EXPERIMENT_NAME.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Short for seed=N.", show_default=False)] = None,
     steps: Annotated[int | None, typer.Option(help="Short for trainer.total_train_steps=N.", show_default=False)] = None,
+    train_url: TrainUrl = None,
+    inference_url: InferenceUrl = None,
     no_report: NoReport = False,
 ) -> None:
     """Train a recipe, from the first step to the report.
@@ -141,7 +149,7 @@ def run(
     changes = [*(overrides or []), *([f"seed={seed}"] if seed is not None else []), *([f"trainer.total_train_steps={steps}"] if steps is not None else [])]
     loaded = Recipe.load(recipe, changes)
     with stoppable():
-        summary = run_recipe(loaded, out=out, report=not no_report)
+        summary = run_recipe(loaded, out=out, train_url=train_url, inference_url=inference_url, report=not no_report)
     typer.echo("\n" + _closing(summary, _relative(recipe), not no_report))
 
 
@@ -150,6 +158,8 @@ def resume(
     run: RunPath,
     overrides: Overrides = None,
     steps: Annotated[int | None, typer.Option(help="Train up to this many steps in all.", show_default=False)] = None,
+    train_url: TrainUrl = None,
+    inference_url: InferenceUrl = None,
     no_report: NoReport = False,
 ) -> None:
     """Go on with a run from its newest checkpoint; the result is the same as without the break.
@@ -163,7 +173,7 @@ def resume(
 
     changes = [*(overrides or []), *([f"trainer.total_train_steps={steps}"] if steps is not None else [])]
     with stoppable():
-        summary = resume_run(run, overrides=changes, report=not no_report)
+        summary = resume_run(run, overrides=changes, train_url=train_url, inference_url=inference_url, report=not no_report)
     source = _recipe_of(Path(summary["folder"]))
     typer.echo("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists()))
 
@@ -236,6 +246,46 @@ def init(
     written = write_template(folder)
     typer.echo("\n".join(f"wrote {_relative(p)}" for p in written))
     typer.echo(f"\nnext\n  check it    nexrl validate {_relative(folder)}\n  train it    nexrl run {_relative(folder)}")
+
+# %% ../../nbs/95_launch.cli.ipynb #c4510aeb
+serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Serve models to runs and clients.", context_settings={"help_option_names": ["-h", "--help"]})
+app.add_typer(serve, name="serve", short_help="Serve models to runs and clients.")
+
+
+@serve.callback()
+def _serve() -> None:
+    """Serve models to runs and clients."""
+
+
+@serve.command(short_help="A training service: groups of workers behind HTTP.")
+def train(
+    host: Annotated[str, typer.Option(help="Where to listen. Elsewhere than on this machine a key is needed: NEXRL_TRAIN_KEY of the environment.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one.")] = 8000,
+    model: Annotated[str | None, typer.Option(help="A model to load at once: a folder or a Hub id. Without it, clients name their models.", show_default=False)] = None,
+    world_size: Annotated[int, typer.Option("--world-size", help="Processes of that model: GPUs, or ranks on a CPU.")] = 1,
+    identifier: Annotated[str, typer.Option(help="The name of that model's group.")] = "policy",
+    role: Annotated[str, typer.Option(help="What that group is: actor, teacher or reference.")] = "actor",
+    root: Annotated[Path, typer.Option(help="The one folder that the service writes to: checkpoints, weights, logs.")] = Path("service"),
+    remote_root: Annotated[list[str] | None, typer.Option("--remote-root", help="A place that checkpoints may be copied to, such as hdfs://host/checkpoints. May be given several times.", show_default=False)] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let clients load models with code of their own.")] = False,
+    max_body_mb: Annotated[int, typer.Option("--max-body-mb", help="Largest request, in MiB.")] = 2048,
+) -> None:
+    """A training service: groups of workers behind HTTP, for runs on this machine or elsewhere.
+
+    \b
+    Examples:
+        nexrl serve train
+        nexrl serve train --model Qwen/Qwen2.5-0.5B-Instruct --world-size 2
+        NEXRL_TRAIN_KEY=... nexrl serve train --host 0.0.0.0 --root /checkpoints
+    """
+    from nexrl_sdk.serve.nextrainer import TrainService, serve_train
+
+    service = TrainService(root, tuple(remote_root or ()), trust_remote_code)
+    if model is not None:
+        group = service.register(identifier, {"model": {"path": model, "trust_remote_code": trust_remote_code}}, role, world_size, None)
+        group.submit("at the start", b"", group.load)
+    with stoppable():
+        serve_train(service, host=host, port=port, key=os.environ.get("NEXRL_TRAIN_KEY"), max_body=max_body_mb << 20, started=lambda url: typer.echo(f"training service on {url}, writing to {_relative(service.root)}"))
 
 # %% ../../nbs/95_launch.cli.ipynb #444c2e33
 def exit_code(

@@ -99,11 +99,30 @@ def _keep_validation(run: Run) -> Callable[[str, dict[str, Any]], None]:
     return on_event
 
 
-def _drive(recipe: Recipe, run: Run, *, resume: bool, backend: Backend | None, progress: bool | None, report: bool, callbacks: Sequence[Callable[..., None]]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _backend(recipe: Recipe, run: Run, given: Backend | None, services: Mapping[str, str | None], shown: bool) -> Iterator[Backend]:
+    """The backend that was given, or the recipe's own, which ends with the run."""
+    if given is not None:
+        yield given
+        return
+    from nexrl_sdk.backend.self_hosted import make_backend
+
+    with make_backend(recipe, run.folder / "services", **services, progress=_say if shown else None) as backend:
+        yield backend
+
+
+def _say(text: str) -> None:
+    """A line on what takes a while, for the terminal."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(text, markup=False)
+
+
+def _drive(recipe: Recipe, run: Run, *, resume: bool, backend: Backend | None, services: Mapping[str, str | None], progress: bool | None, report: bool, callbacks: Sequence[Callable[..., None]]) -> dict[str, Any]:
     from nexrl_sdk.trainer.base import Trainer
 
     shown = "console" in recipe.config.logger.backend if progress is None else progress
-    with Trainer(recipe, backend, run=run, callbacks=[_keep_validation(run), *callbacks]) as trainer, _interrupts(trainer, run):
+    with _backend(recipe, run, backend, services, shown) as place, Trainer(recipe, place, run=run, callbacks=[_keep_validation(run), *callbacks]) as trainer, _interrupts(trainer, run):
         if resume:
             trainer.resume()
         earlier = sum(step_seconds(line) for line in run.metric_lines())
@@ -133,6 +152,8 @@ def run_recipe(
     *,
     out: str | Path | None = None,  # the run folder; None: a new one, as the recipe's output_dir says
     backend: Backend | None = None,  # None: as the recipe says
+    train_url: str | None = None,  # of a training service that runs already; None: as the recipe says
+    inference_url: str | None = None,  # of an inference server that runs already
     progress: bool | None = None,  # a live view; None: as logger.backend says
     report: bool = True,  # write report.html at the end
     callbacks: Sequence[Callable[..., None]] = (),  # called with (event, payload)
@@ -142,7 +163,7 @@ def run_recipe(
     require_valid(recipe)
     run = Run.create(free_folder(recipe.output_dir()) if out is None else out, recipe)
     try:
-        summary = _drive(recipe, run, resume=False, backend=backend, progress=progress, report=report, callbacks=callbacks)
+        summary = _drive(recipe, run, resume=False, backend=backend, services={"train_url": train_url, "inference_url": inference_url}, progress=progress, report=report, callbacks=callbacks)
     except BaseException as e:
         e.run_folder = _left(run)  # type: ignore[attr-defined]
         raise
@@ -165,6 +186,8 @@ def resume_run(
     overrides: Sequence[str] = (),  # "trainer.total_train_steps=300"
     recipe: Recipe | None = None,  # where the run began in a notebook with what no file can hold
     backend: Backend | None = None,
+    train_url: str | None = None,
+    inference_url: str | None = None,
     progress: bool | None = None,
     report: bool = True,
     callbacks: Sequence[Callable[..., None]] = (),
@@ -174,11 +197,11 @@ def resume_run(
     recipe = recipe or Recipe.load(stored.folder / "recipe.yaml", overrides)
     check_same(stored, recipe)
     if stored.summary and stored.last_step >= recipe.config.trainer.total_train_steps:
-        return {**stored.summary, "folder": str(stored.folder)}
+        return {**stored.summary, "folder": str(stored.folder), "finished": True}
     require_valid(recipe)
     run = Run.open(stored.folder, recipe)
     try:
-        summary = _drive(recipe, run, resume=True, backend=backend, progress=progress, report=report, callbacks=callbacks)
+        summary = _drive(recipe, run, resume=True, backend=backend, services={"train_url": train_url, "inference_url": inference_url}, progress=progress, report=report, callbacks=callbacks)
     except BaseException as e:
         e.run_folder = str(run.folder)  # type: ignore[attr-defined]
         raise
