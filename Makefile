@@ -22,6 +22,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-vllm: scripts/vllm_cpu.py $(VENV)/.installed-dev
+	$(BIN)/python scripts/vllm_cpu.py
+	@touch $@
+
 $(VENV)/.installed-docs: $(VENV)/.installed-dev
 	$(PIP) install -q -c constraints.txt -e '.[docs]'
 	@touch $@
@@ -29,9 +33,9 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 demo: $(VENV)/.installed  ## install, then watch a small model learn on this machine's CPU
 	$(BIN)/nexrl run recipes/reverse
 
-test: $(VENV)/.installed-dev  ## every test: the notebooks' own cells, then pytest (with the tutorials in a real kernel)
+test: $(VENV)/.installed-vllm  ## every test: the notebooks' own cells, then pytest (with the tutorials in a real kernel)
 	$(BIN)/python scripts/notebooks.py test --workers $(WORKERS)
-	$(BIN)/python -m pytest tests -n $(WORKERS) -q
+	$(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup -q
 
 export: $(VENV)/.installed-dev  ## notebooks to modules and README
 	$(BIN)/python scripts/notebooks.py export
@@ -45,7 +49,7 @@ check: $(VENV)/.installed-dev  ## notebooks, modules and README agree; lint; typ
 	$(BIN)/mypy nexrl_sdk
 	$(BIN)/python scripts/public_api.py
 
-bench: $(VENV)/.installed-dev  ## speed and memory against peers, one table a script
+bench: $(VENV)/.installed-vllm  ## speed and memory against peers, one table a script
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
 docs: $(VENV)/.installed-docs  ## the documentation site, into _docs/
