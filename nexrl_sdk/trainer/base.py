@@ -216,9 +216,10 @@ class TrainerCore(metaclass=TrainerMeta):
     def backend(self) -> Backend:
         """Where this trainer trains and samples; made from the recipe when first needed."""
         if self._backend is None:
-            from nexrl_sdk.backend.local import LocalBackend
+            from nexrl_sdk.backend.self_hosted import make_backend
 
-            self._backend, self._owns_backend = LocalBackend.from_recipe(self._recipe("a backend")), True
+            folder = None if self.run_folder is None else self.run_folder.folder / "services"
+            self._backend, self._owns_backend = make_backend(self._recipe("a backend"), folder), True
         return self._backend
 
     @property
