@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from threading import Event
 from typing import Any
 
@@ -212,7 +213,7 @@ class HTTPTrainServiceClient(TrainServiceClient):
 
     def optim_step(self, adam: AdamParams | None = None) -> dict[str, Any]:
         """One optimizer step."""
-        return self._caller.call("optim_step", {"adam": None if adam is None else vars(adam)})
+        return self._caller.call("optim_step", {"adam": None if adam is None else asdict(adam)})
 
     def zero_grad(self) -> dict[str, Any]:
         """Forget the accumulated gradient."""
