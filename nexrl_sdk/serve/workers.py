@@ -179,7 +179,11 @@ class Worker:
     def describe(self) -> dict[str, Any]:
         """What the group wants to know of the model."""
         m = self.model
-        return {"max_length": m.max_length, "parameters": m.num_parameters, "vocab_size": m.vocab_size, "dtype": str(m.dtype)[6:], "device": str(m.device), "held": sum(p.numel() for p in self.learner.optimizer(self.adapter).params.values())}
+        return {"max_length": m.max_length, "parameters": m.num_parameters, "vocab_size": m.vocab_size, "dtype": str(m.dtype)[6:], "device": str(m.device), "peak_memory": torch.cuda.max_memory_allocated() if m.device.type == "cuda" else 0, "held": sum(p.numel() for p in self.learner.optimizer(self.adapter).params.values())}
+
+    def info(self, message: Message, stop: threading.Event | None) -> Message:
+        """The same, now."""
+        return Message(self.describe())
 
     def _datums(self, message: Message) -> list[Datum]:
         """This rank's datums: all that came, or its part of them."""
@@ -822,6 +826,10 @@ class WorkerGroup(Backend):
         """Send every weight from rank 0 into the engines that wait for it."""
         out = self.processes.call("broadcast", {"spec": _plain_json(spec)})[0].meta
         return {k: v for k, v in out.items() if k != "id"}
+
+    def rank_info(self) -> list[dict[str, Any]]:  # by rank
+        """What each rank holds: parameters trained, peak of the GPU's memory in bytes, device."""
+        return [{k: v for k, v in a.meta.items() if k != "id"} for a in self.processes.call("info")]
 
     def health(self) -> dict[str, Any]:
         """Whether the ranks are there, and why not."""

@@ -23,10 +23,12 @@ CASES: dict[str, dict[str, Any]] = {  # family, what load_model and Learner are 
     "qwen2": {"family": "qwen2", "learner": {"token_budget": 40}},
     "llama": {"family": "llama", "learner": {"token_budget": 60, "gradient_checkpointing": True}},
     "qwen3": {"family": "qwen3"},
+    "uneven": {"family": "uneven"},
     "gpt2": {"family": "gpt2", "learner": {"token_budget": 60}},
     "gpt2_recomputed": {"family": "gpt2", "learner": {"token_budget": 60, "gradient_checkpointing": True}},
     "lora": {"family": "qwen2", "lora": {"rank": 4}, "loss": "importance_sampling"},
-    "lora_recomputed": {"family": "llama", "lora": {"rank": 4, "train_unembed": True}, "learner": {"gradient_checkpointing": True}},
+    "lora_recomputed": {"family": "llama", "lora": {"rank": 1, "train_unembed": True}, "learner": {"gradient_checkpointing": True}},  # one row: a rank holds nothing of it
+    "lora_bfloat16": {"family": "qwen2", "dtype": "bfloat16", "lora": {"rank": 4}, "loss": "importance_sampling"},
     "autocast": {"family": "qwen2", "learner": {"autocast": "bfloat16"}},
     "bfloat16": {"family": "qwen2", "dtype": "bfloat16"},
     "one_rank_idle": {"family": "qwen2", "deal": "first", "learner": {"token_budget": 40}},
