@@ -121,6 +121,7 @@ class RolloutProducer:
         self.ahead: dict[str, list[Trajectory]] = {}  # answers to prompts that are still to be taken from the data
         self.counts: Counter[str] = Counter()  # prompts: regenerated, retried
         self._answering: list[Chunk] = []
+        self._taken_groups: list[list[Trajectory]] = []  # of the step under way
         self._unpublished = 0  # prompts trained on since the last weights
         self._dropped: dict[str, list[str]] = {"stale": [], "incomplete": []}
         self._in_a_row = 0  # groups dropped since one was complete
@@ -172,6 +173,7 @@ class RolloutProducer:
         stop_flag: threading.Event,  # a StopFlag that wakes `changed`
     ) -> Rollouts:  # empty where the data is used up
         """Wait for a batch; an error of a worker is raised here."""
+
         def ended() -> bool:
             return stop_flag.is_set() or self._error is not None or self._nothing_left() or self._stuck()
 
@@ -185,8 +187,6 @@ class RolloutProducer:
             self._taken_groups = [list(group) for _, group in groups]
             self.changed.notify_all()
         return Rollouts(t for _, group in groups for t in group)
-
-    _taken_groups: list[list[Trajectory]]
 
     def _no_batch(self, stop_flag: threading.Event) -> Rollouts:
         if self._error is not None:

@@ -136,8 +136,8 @@ def trainer_class(
 def off_policy(
     algorithm: Mapping[str, Any],  # a recipe's algorithm section
 ) -> dict[str, Any]:
-    """The section with what it leaves open set for rollouts of older weights: a clipped loss, and truncated importance sampling between the logprobs of the rollout and those recomputed before the step."""
-    if algorithm["type"] in ("cross_entropy", "opd"):
+    """The section with what it leaves open set for rollouts of older weights: a clipped loss where the algorithm's has none and rewards are what it learns from, and truncated importance sampling between the logprobs of the rollout and those recomputed before the step."""
+    if algorithm["type"] == "cross_entropy":
         return dict(algorithm)
     preset = PRESETS.get(algorithm["type"])
     unclipped = algorithm["loss_fn"] is None and preset is not None and preset.loss_fn in UNCLIPPED

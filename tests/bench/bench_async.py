@@ -28,7 +28,7 @@ from conftest import make_model, make_tokenizer
 from nexrl_sdk import LocalBackend, MockBackend, Recipe, Trainer
 from nexrl_sdk.rollout.worker import SimpleRolloutWorker
 
-PROMPTS, GROUP, MEDIAN = 8, 4, 0.08  # prompts a step, answers each, seconds of a typical answer
+PROMPTS, GROUP, MEDIAN = 8, 4, 0.05  # prompts a step, answers each, seconds of a typical answer
 MODES = [("sync", 0), ("batch-async", 0), ("batch-async", 1), ("batch-async", 4), ("fully-async", 0)]
 
 
@@ -39,7 +39,7 @@ class Case:
     update: float = 0.0  # seconds that a simulated update takes; 0: a real one, of a tiny model
 
 
-CASES = [Case("uneven, simulated update", 0.5, 0.15), Case("very uneven, simulated update", 1.0, 0.15), Case("very uneven, tiny model", 1.0)]
+CASES = [Case("uneven, simulated update", 0.5, 0.1), Case("very uneven, simulated update", 1.0, 0.1), Case("very uneven, tiny model", 1.0)]
 
 
 class Learns(MockBackend):
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps, one round")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     args = parser.parse_args()
-    steps, rounds = (12, 1) if args.quick else (40, 3)
+    steps, rounds = (12, 1) if args.quick else (30, 3)
     print(f"{'case':<32}{'mode':<24}{'steps/s':>9}{'over sync':>11}{'answered again':>16}  rollouts by versions behind, %")
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -63,3 +63,11 @@ def test_every_prompt_is_trained_once_and_none_is_too_old(mode, threshold, model
         assert history[step - 1]["staleness/max"] == max(behind) and (mode == "fully-async" or max(behind) <= threshold)
         assert "policy/mismatch_kl" in history[step - 1] and "policy/correction_mean" in history[step - 1]
     assert any(h["staleness/max"] for h in history), "rollouts ran ahead"
+
+
+def test_an_adapter_learns_while_it_samples(model, tmp_path):
+    run = Run.create(tmp_path / "run", recipe := make_recipe({"path": model, "lora": {"rank": 4}}, "fully-async"))
+    with make_trainer(recipe, run) as trainer:
+        trainer.fit(4, progress=False)
+        assert sorted(k for line in run.ledger() for k in line["trained"]) == sorted(f"0:{i}" for i in trainer.stream.order(0)[: 4 * PROMPTS])
+        assert all(h["policy/correction_mean"] > 0 and h["grad_norm"] >= 0 for h in trainer.history)
