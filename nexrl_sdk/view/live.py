@@ -153,7 +153,7 @@ class NotebookDisplay:
             self._handle.update(html)
 
 # %% ../../nbs/57_view.live.ipynb #30239470
-BRIEF = {"reward/mean": "reward", "val/reward/mean": "held out", "loss": "loss", "policy/kl": "KL", "grad_norm": "grad", "tokens/response_mean": "tokens"}
+BRIEF = {"reward/mean": "reward", "val/reward/mean": "held out", "distill/reverse_kl": "reverse KL", "loss": "loss", "policy/kl": "KL", "grad_norm": "grad", "tokens/response_mean": "tokens"}
 
 
 def brief(
@@ -161,7 +161,12 @@ def brief(
     most: int = 4,
 ) -> str:  # "reward 0.53  KL 0.01"
     """The numbers that matter most, on one line."""
-    return "  ".join(f"{BRIEF[m]} {cut(number(metrics[m]), 20)}" for m in [m for m in BRIEF if m in metrics][:most])
+    return "  ".join(f"{BRIEF[m]} {cut(number(_rounded(metrics[m])), 20)}" for m in [m for m in BRIEF if m in metrics][:most])
+
+
+def _rounded(value: Any) -> Any:
+    """0 for what only float32 keeps from being 0."""
+    return 0.0 if isinstance(value, (int, float, np.number)) and abs(float(value)) < 1e-6 else value
 
 
 class TerminalDisplay:

@@ -201,6 +201,7 @@ CHARTS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("Reward", {"reward/mean": "training", "val/reward/mean": "held out"}, ("held out",)),
     ("Pass rate", {f"val/pass@{k}": f"pass@{k}" for k in (1, 2, 4, 8, 16)}, tuple(f"pass@{k}" for k in (1, 2, 4, 8, 16))),
     ("Reward within groups", {"reward/std": "spread", "group/frac_zero_std": "groups without spread"}, ()),
+    ("Reverse KL to the teacher", {"distill/reverse_kl": "training", "val/distill/reverse_kl": "held out"}, ("held out",)),
     ("KL", {"policy/approx_kl": "to the sampling policy", "policy/ref_kl": "to the reference", "policy/mismatch_kl": "sampler to learner"}, ()),
     ("Entropy", {"policy/entropy": "entropy"}, ()),
     ("Clipped", {"policy/clip_frac": "share of tokens"}, ()),
@@ -366,6 +367,14 @@ def _environment(run: RunRecord) -> Html:
     return _section("environment", "Environment", pairs({**about, **short}) if shown or about else muted("It was not recorded."))
 
 
+_BREAKS = {"<dt>": "[._]", "<dd>": "[/:_]"}
+
+
+def _soft(html: Html) -> Html:
+    """Names may break behind a dot, values behind / and :, both behind _; so they need not break within a word."""
+    return Html(re.sub(r"(<d[dt]>)([^<]+)", lambda m: m[1] + re.sub(rf"(?<={_BREAKS[m[1]]})(?=\w)", "<wbr>", m[2]), str(html)))
+
+
 _PAGE_STYLE = """
 :root{color-scheme:light dark}body{margin:0;background:#fdfdfc;color:#1d2026}
 @media (prefers-color-scheme:dark){body{background:#15171c;color:#dde0e6}}
@@ -391,7 +400,7 @@ def report_html(
     nav = el("nav", [el("a", title, href=f"#{name}") for name, title in sections])
     body = fragment(
         _head(run), nav, _curves(run), _section("samples", "Answers, early and late", samples_html(run, tokenizer)), _failures(run),
-        _section("recipe", "Recipe", recipe_sections(run.recipe) if run.recipe else muted("It was not stored.")), _section("again", "Again", _commands(run)), _environment(run),
+        _section("recipe", "Recipe", _soft(recipe_sections(run.recipe)) if run.recipe else muted("It was not stored.")), _section("again", "Again", _commands(run)), _environment(run),
         style=TOKEN_STYLE + _PAGE_STYLE,
     )  # fmt: skip
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

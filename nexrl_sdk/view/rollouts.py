@@ -647,7 +647,7 @@ def recipe_line(
 
 # %% ../../nbs/56_view.rollouts.ipynb #bed982e0
 TILES = {
-    "reward/mean": "reward", "val/reward/mean": "held-out reward", "val/pass@1": "pass@1", "loss": "loss", "policy/kl": "KL", "policy/entropy": "entropy", "grad_norm": "gradient norm",
+    "reward/mean": "reward", "val/reward/mean": "held-out reward", "val/pass@1": "pass@1", "distill/reverse_kl": "reverse KL", "loss": "loss", "policy/kl": "KL", "policy/entropy": "entropy", "grad_norm": "gradient norm",
     "group/frac_zero_std": "groups without spread", "tokens/response_mean": "answer tokens", "tokens/per_second": "tokens a second", "time/step": "seconds",
 }  # fmt: skip
 

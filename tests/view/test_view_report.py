@@ -202,3 +202,11 @@ def test_a_card_in_a_page_without_a_policy(browser):
     assert page.evaluate("window.hit") is None and page.evaluate("document.images.length") == 0
     assert page.evaluate("getComputedStyle(document.querySelector('.nx')).display") == "block"
     page.close()
+
+
+def test_names_break_behind_their_punctuation(tmp_path):
+    """`task.py:build_model` may break behind the colon; what is copied is unchanged."""
+    (tmp_path / "recipe.yaml").write_text("experiment_name: x\nmodel:\n  builder: task.py:build_model\n  dtype: '<b>'\n")
+    page = rep.report_html(tmp_path)
+    assert "<dd>task.py:<wbr>build_<wbr>model</dd>" in page
+    assert "task.py:build_model" in page.replace("<wbr>", "")
