@@ -229,4 +229,4 @@ def test_in_a_real_kernel():
 
 def test_what_is_zero_but_for_rounding_reads_zero():
     assert brief({"policy/kl": -4.5e-8, "grad_norm": 2e-6}) == "KL 0  grad 2e-6"
-    assert brief({"distill/reverse_kl": 1.25, "reward/mean": 0.5}) == "reward 0.500  reverse KL 1.25"
+    assert brief({"distill/reverse_kl": 1.25, "reward/mean": 0.5}) == "reward 0.5  reverse KL 1.25"
