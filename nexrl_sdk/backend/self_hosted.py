@@ -11,6 +11,7 @@ import logging
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -29,8 +30,8 @@ from ..types import AdamParams, BackendError, CheckpointError, Completion, Confi
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'SelfHostedBackend', 'remote_name', 'HealthWatch', 'group_settings', 'local_service', 'Starting', 'make_pusher',
-           'connect', 'make_backend']
+__all__ = ['Say', 'SelfHostedBackend', 'plain_pusher', 'remote_name', 'HealthWatch', 'group_settings', 'local_service',
+           'Starting', 'make_pusher', 'connect', 'make_backend']
 
 # %% ../../nbs/36_backend.self_hosted.ipynb #bb447c7a
 class SelfHostedBackend(Backend):
@@ -40,21 +41,36 @@ class SelfHostedBackend(Backend):
         self,
         train: TrainServiceClient,  # whose group has its model already
         engine: InferenceEngine,  # that samples
-        tokenizer: Any,
-        pusher: WeightPusher,  # from the one to the other
+        tokenizer: Any,  # or where one is: a folder, or a Hub id
+        pusher: WeightPusher | None = None,  # from the one to the other; None: by a folder that both see, proved after each push
         *,
         services: Mapping[str, TrainServiceClient] | None = None,  # others of the run, by role: teacher, reference
         owned: contextlib.ExitStack | None = None,  # what ends with this backend
         name: str = "model",  # for cards
         keep_last: int = 0,  # checkpoints that stay in the service; 0: all
     ):
-        self.train_service, self.engine, self.tokenizer, self.pusher = train, engine, tokenizer, pusher
+        self.train_service, self.engine = train, engine
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+        self.pusher = pusher or plain_pusher(train, engine, self.tokenizer)
         self.services = {"actor": train, **(services or {})}
         self.keep_last = keep_last
         self.name, self._owned, self._closed = name, owned or contextlib.ExitStack(), False
         self._version, self.watch = 0, None
         self.push_metrics: dict[str, float] = {}
         self.capabilities = Capabilities(reference=True, max_length=engine.max_length)
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: Any,  # a Recipe whose service section names a training service and an inference server
+        folder: str | Path | None = None,  # for logs, weights on their way, and the checkpoints of a service of its own; None: a temporary one
+        *,
+        train_url: str | None = None,  # of a training service that runs already; None: as the recipe says
+        inference_url: str | None = None,  # of an inference server that runs already
+        progress: Say | None = None,  # told what takes a while
+    ) -> SelfHostedBackend:
+        """Start or reach the services of a recipe."""
+        return connect(recipe, folder or tempfile.mkdtemp(prefix="nexrl_services_"), train_url=train_url, inference_url=inference_url, progress=progress)
 
     watch: HealthWatch | None  # asks the services whether they are well
 
@@ -137,6 +153,18 @@ class SelfHostedBackend(Backend):
         """What the card of this backend shows."""
         info = {k: v for k, v in self.train_service.worker_info().items() if k in ("identifier", "world_size")} if not self._closed else {}
         return {"model": self.name, "trains": type(self.train_service).__name__, **info, "samples": type(self.engine).__name__, "weights by": self.pusher.route.name, "weight version": self._version}
+
+
+def plain_pusher(
+    train: TrainServiceClient,
+    engine: InferenceEngine,
+    tokenizer: Any,
+    dtype: str = "bfloat16",  # the coarser of the two sides'
+) -> WeightPusher:
+    """Whole weights by a folder that the training service and the engine both see."""
+    length = min(32, max(2, (engine.max_length or 64) - 1))
+    place = f"weights/{uuid.uuid4().hex[:12]}" if not isinstance(train, InProcessTrainService) else tempfile.mkdtemp(prefix="nexrl_weights_")
+    return WeightPusher(train, engine, make_route("shared-dir"), ParityProbe(probe_prompts(len(tokenizer), length=length), dtype), place)
 
 
 def _output(answer: Mapping[str, Any]) -> ForwardOutput:
