@@ -489,7 +489,8 @@ class RankProcesses:
         listener.settimeout(0.1)
         while len(found) < self.size:
             if self.process.poll() is not None:
-                raise BackendError(f"the ranks could not be started: torchrun {_signal_name(self.process.returncode)}. Its log ends: {_tail(self.logs / 'torchrun.log')}")
+                text = next(filter(None, (_tail(self.logs / f"rank{r}.log") for r in range(self.size))), "") or _tail(self.logs / "torchrun.log")
+                raise BackendError(f"the ranks could not be started: torchrun {_signal_name(self.process.returncode)}. The log ends: {text}")
             if time.monotonic() > deadline:
                 raise BackendError(f"{self.size - len(found)} of {self.size} ranks did not start within {timeout:g} s (start_timeout). The log ends: {_tail(self.logs / 'torchrun.log')}")
             with suppress(TimeoutError, EOFError, OSError):
