@@ -402,7 +402,8 @@ class ServerConnection:
 
     async def once(self, method: str, path: str, body: Any, timeout: float) -> Any:
         """One try; the answer's JSON."""
-        response = await asyncio.wait_for(self._client().request(method, path, json=body), timeout)
+        async with asyncio.timeout(timeout):
+            response = await self._client().request(method, path, json=body)
         if response.status_code in (429, 502, 503, 504):
             raise _Retryable(f"{path} answered {response.status_code}: {_message(response)}")
         if response.status_code == 401:
@@ -437,14 +438,16 @@ class ServerConnection:
     async def status(self, path: str) -> int:
         """The status code of a GET; 0 where nothing answers."""
         with contextlib.suppress(TimeoutError, *_retryable()):
-            return int((await asyncio.wait_for(self._client().get(path), 30.0)).status_code)
+            async with asyncio.timeout(30.0):
+                return int((await self._client().get(path)).status_code)
         return 0
 
     async def all(self, jobs: Sequence[Callable[[], Awaitable[T]]], timeout: float) -> list[T]:
         """Several at once, watched; the first failure cancels the others."""
         self._client()
         tasks = [asyncio.ensure_future(job()) for job in jobs]
-        gathered, watcher = asyncio.ensure_future(_gather(tasks)), asyncio.ensure_future(self._watch())
+        gathered = asyncio.ensure_future(_gather(tasks))
+        watcher = asyncio.ensure_future(self._watch(gathered))
         try:
             await asyncio.wait([gathered, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if gathered.done():
@@ -465,10 +468,10 @@ class ServerConnection:
         async with self._gate:
             yield
 
-    async def _watch(self) -> None:
+    async def _watch(self, gathered: asyncio.Future[Any]) -> None:
         """Raise once the server has given no sign of life for `stall_timeout` seconds."""
         seen = time.monotonic()
-        while True:
+        while not gathered.done():
             await asyncio.sleep(min(2.0, self.stall_timeout / 4))
             if await self._alive():
                 seen = time.monotonic()
@@ -479,7 +482,8 @@ class ServerConnection:
         """Whether the server answers; one that refuses connections is left to the requests' own retries."""
         path = "/health" if self.loading else self.sign_of_life
         try:
-            await asyncio.wait_for(self._client().get(path), max(self.stall_timeout / 2, 0.5))
+            async with asyncio.timeout(max(self.stall_timeout / 2, 0.5)):  # wait_for may lose a cancellation (Python 3.11)
+                await self._client().get(path)
         except TimeoutError:
             return False
         except _retryable():

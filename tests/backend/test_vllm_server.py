@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 from nexrl_sdk.backend.vllm_ext import read_folder, weights_fingerprint
 from nexrl_sdk.types import BackendError, ConfigError, ContextOverflowError, Interrupted, SamplingParams
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(420)]
 PROMPT = [5, 6, 41, 7, 8, 42]
 
 
@@ -60,6 +60,7 @@ def engine(vllm_server: Any, vllm_model: Callable[[int], Path]) -> Iterator[Any]
     if client.weight_version != 0 or client.health()["paused"]:
         client.resume()
         client.update_from_folder(vllm_model(0), 0)
+    client.sample([PROMPT])
     yield client
     client.resume()
     client.update_from_folder(vllm_model(0), 0)
@@ -232,10 +233,18 @@ class Sampling(threading.Thread):
         return self.rows
 
 
-def running(server: Any) -> float:
-    """Requests that the server works on."""
+def metric(server: Any, name: str) -> float:
+    """Of the server's metrics."""
     text = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {server.key}"}).text
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+
+def start_sampling(engine: Any, server: Any, count: int, stop_flag: threading.Event | None = None) -> Sampling:
+    """A completion of which some tokens are drawn, and many are not."""
+    before = metric(server, "vllm:generation_tokens_total")
+    under_way = Sampling(engine, count, stop_flag)
+    until(lambda: metric(server, "vllm:generation_tokens_total") > before or not under_way.is_alive())
+    return under_way
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -246,8 +255,7 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def test_completions_go_on_over_an_update(engine: Any, vllm_server: Any, vllm_model: Any) -> None:
-    under_way = Sampling(engine, 4)
-    until(lambda: running(vllm_server) > 0)
+    under_way = start_sampling(engine, vllm_server, 4)
     engine.pause()
     engine.update_from_folder(vllm_model(1), 3)
     engine.reset_prefix_cache()
@@ -264,8 +272,7 @@ def test_completions_go_on_over_an_update(engine: Any, vllm_server: Any, vllm_mo
 
 
 def test_scores_while_paused_and_draws_again_after_a_roll_back(engine: Any, vllm_server: Any, vllm_model: Any) -> None:
-    under_way = Sampling(engine, 4)
-    until(lambda: running(vllm_server) > 0)
+    under_way = start_sampling(engine, vllm_server, 4)
     engine.pause()
     engine.update_from_folder(vllm_model(1), 3)
     close_to(engine.logprobs([PROMPT])[0], oracle(vllm_model(1), PROMPT))
@@ -279,12 +286,11 @@ def test_scores_while_paused_and_draws_again_after_a_roll_back(engine: Any, vllm
 
 def test_stop_flag_frees_the_server(engine: Any, vllm_server: Any) -> None:
     flag = threading.Event()
-    under_way = Sampling(engine, 64, flag)
-    until(lambda: running(vllm_server) > 0)
+    under_way = start_sampling(engine, vllm_server, 64, flag)
     flag.set()
     with pytest.raises(Interrupted):
         under_way.result()
-    until(lambda: running(vllm_server) == 0)
+    until(lambda: metric(vllm_server, "vllm:num_requests_running") == 0)
 
 
 def children(pid: int) -> list[int]:
