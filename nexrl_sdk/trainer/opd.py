@@ -15,7 +15,7 @@ from ..algo.losses import LOG_RATIO_CAP, kl_k1, kl_low_var
 from ..backend.service import InProcessTrainService, TrainServiceClient
 from ..engine.model import load_tokenizer
 from .base import _get
-from .self_hosted import SelfHostedTrainer, actor_config, preset_of
+from .self_hosted import SelfHostedTrainer, actor_config, preset_of, worker_config
 from ..types import Batch, ConfigError, NonFiniteError, Trajectory
 
 # %% auto #0
@@ -90,7 +90,10 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         """Connect the student and the teacher; both are read at the temperature at which the student samples."""
         super().initialize_workers()
         temperature = actor_config(self._config).loss_config.get("temperature", 1.0)
-        self._teacher_client.initialize_worker(config_dict={"actor": {"loss_config": {"temperature": temperature}}}, role="teacher")
+        known = self.recipe is not None or self._backend is not None
+        settings, world_size = ({}, None) if known else worker_config(self._config, "teacher")
+        settings["actor"] = {**settings.get("actor", {}), "loss_config": {"temperature": temperature}}
+        self._teacher_client.initialize_worker(config_dict=settings, role="teacher", world_size=world_size)
         self._teacher_client.init_model()
 
     def _connect(self, role: str) -> TrainServiceClient:

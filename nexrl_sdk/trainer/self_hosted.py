@@ -16,6 +16,7 @@ import torch
 
 from ..algo.losses import PRESETS, Preset
 from ..algo.metrics import rollout_metrics
+from ..backend.http import create_train_service_client
 from ..backend.service import ActorConfig, TrainServiceClient
 from ..recipe.check import UNCLIPPED
 from ..tokens.render import pad_token_id
@@ -24,7 +25,7 @@ from ..types import Batch, ConfigError, DataError, EvaluatorError, Trajectory, n
 
 # %% auto #0
 __all__ = ['SUPERVISED', 'DISTILLATION', 'preset_of', 'loss_settings', 'actor_config', 'service_sections', 'make_client',
-           'SelfHostedTrainer']
+           'worker_config', 'SelfHostedTrainer']
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #3a59e2f9
 SUPERVISED = Preset("grpo", "cross_entropy", {}, "token-mean", source="supervised learning; there are no advantages")
@@ -117,10 +118,28 @@ def make_client(
     backend, url = _get(section, "backend", "local"), _get(section, "url")
     if backend == "local":
         raise ConfigError(f"train_service.backend: the {role}'s is 'local', which needs a recipe's model, or a backend: Trainer(recipe), or give train_service.backend http and its url")
-    from nexrl_sdk.backend.service import create_train_service_client
-
     key = _get(section, "api_key")
     return create_train_service_client(backend, url, _get(section, "identifier", _get(section, "model_tag")), **({"key": key} if key else {}))
+
+# %% ../../nbs/71_trainer.self_hosted.ipynb #b8fe656a
+def worker_config(
+    config: Any,  # a trainer's configuration, without a recipe
+    role: str = "actor",
+) -> tuple[dict[str, Any], int | None]:  # what initialize_worker takes, and its number of processes
+    """What a service of the documents' configuration is told: its `actor` section as it is, or what follows from `algorithm` and `optim`."""
+    section = service_sections(config).get(role, {})
+    own = _plain(_get(section, "actor", {}))
+    model = own.pop("model", None) or _plain(_get(config, "model", {}))
+    size = _get(section, "world_size", _get(_get(section, "resource", {}), "world_size"))
+    actor = own or (vars(actor_config(config)) if role == "actor" else {})
+    return {"actor": actor, **({"model": model} if model else {})}, size
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    """A section as dictionaries."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else dict(section)  # type: ignore[return-value]
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #a84c4961
 class SelfHostedTrainer(BaseTrainer):
@@ -155,24 +174,32 @@ class SelfHostedTrainer(BaseTrainer):
         if self.recipe is None and self._backend is None:
             return make_client(self._config, role)
         offered = {"actor": getattr(self.backend, "train_service", None), **getattr(self.backend, "services", {})}
-        if offered.get(role) is not None:
-            return offered[role]
-        return self._local_service(role) if _get(service_sections(self._config).get(role, {}), "backend", "local") == "local" else make_client(self._config, role)
+        return offered[role] if offered.get(role) is not None else self._own_service(role)
 
-    def _local_service(self, role: str) -> TrainServiceClient:
-        """A frozen model of this process, closed with the trainer."""
-        from nexrl_sdk.backend.local import LocalBackend
+    def _own_service(self, role: str) -> TrainServiceClient:
+        """A model beside the backend: frozen in this process, or a group of a service that runs already; let go with the trainer."""
+        from nexrl_sdk.backend.self_hosted import group_settings, local_service
 
         recipe = self._recipe(f"the {role}'s model")
-        m, t = recipe.config.model, recipe.config.trainer
-        backend = LocalBackend(recipe.service_model(role), dtype=m.dtype, device=m.device, threads=m.threads, token_budget=t.micro_batch_tokens, autocast=t.autocast, max_length=m.max_length, trust_remote_code=m.trust_remote_code)
-        self._own_services.callback(backend.close)
-        return backend.train_service
+        section = recipe.train_services().get(role)
+        if section is None or section.backend == "local":
+            service = local_service(recipe, role)
+            self._own_services.callback(service.backend.close)
+            return service
+        if section.url is None and section.backend == "http":
+            raise ConfigError(f"service.{role}_service.url: missing; the student is trained in this process, so no service is started that could hold the {role}. Give the url of one that runs, or leave backend out")
+        client = make_client(self._config, role)
+        if section.path or section.builder:  # else the group is there, under its identifier
+            client.initialize_worker(config_dict=group_settings(recipe, role), role=role, world_size=section.world_size)
+            self._own_services.callback(client.deregister)
+            client.init_model()
+        return client
 
     def initialize_workers(self) -> None:
         """Tell the training service how to learn, and wait for its model."""
-        actor = actor_config(self._config)
-        self._train_service_client.initialize_worker(config_dict={"actor": vars(actor)}, role="actor")
+        known = self.recipe is not None or self._backend is not None
+        settings, world_size = ({"actor": vars(actor_config(self._config))}, None) if known else worker_config(self._config)
+        self._train_service_client.initialize_worker(config_dict=settings, role="actor", world_size=world_size)
         self._train_service_client.init_model()
 
     def close(self) -> None:
