@@ -11,8 +11,13 @@ from nbclient import NotebookClient
 TUTORIALS = Path(__file__).resolve().parents[2] / "nbs" / "tutorials"
 
 
-@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda p: p.stem)
-def test_tutorial(path, tmp_path, monkeypatch):
+NEEDS_VLLM = {"03_services": (pytest.mark.vllm, pytest.mark.xdist_group("vllm"))}
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, marks=NEEDS_VLLM.get(p.stem, ()), id=p.stem) for p in sorted(TUTORIALS.glob("*.ipynb"))])
+def test_tutorial(path):
+    if path.stem in NEEDS_VLLM:
+        pytest.importorskip("vllm")
     nb = nbformat.read(path, as_version=4)
     assert sum(c.cell_type == "code" for c in nb.cells) > 5
     NotebookClient(nb, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
