@@ -446,7 +446,8 @@ class Stages(TrainerCore):
         self._train_step += 1
         if self._flow is not None:
             self._record_prompts(rollouts)
-        clean = {k: float(v) for k, v in metrics.items()}
+        pushed = getattr(self._backend, "push_metrics", {})  # of the push that brought the weights of these rollouts
+        clean = {k: float(v) for k, v in {**pushed, **metrics}.items()}
         self.history.append({"step": self._train_step, **clean})
         if not self._in_step:
             self._by_hand.add(self._train_step)
