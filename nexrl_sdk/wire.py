@@ -9,6 +9,7 @@ import base64
 import binascii
 import json
 import math
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +21,8 @@ from torch import Tensor
 from .types import DataError, Datum, nearest
 
 # %% auto #0
-__all__ = ['DTYPES', 'HEADER', 'LARGEST', 'WireError', 'encode', 'decode', 'datums_to_tensors', 'tensors_to_datums', 'pack',
-           'unpack', 'tensor_to_data', 'data_to_tensor', 'to_json', 'from_json', 'split_for_requests', 'Parts']
+__all__ = ['DTYPES', 'HEADER', 'LARGEST', 'WireError', 'encode', 'dumps', 'decode', 'datums_to_tensors', 'tensors_to_datums',
+           'pack', 'unpack', 'tensor_to_data', 'data_to_tensor', 'to_json', 'from_json', 'split_for_requests', 'Parts']
 
 # %% ../nbs/05_wire.ipynb #2b0c061d
 class WireError(DataError):
@@ -63,25 +64,27 @@ def encode(
     tensors: Mapping[str, Tensor | np.ndarray],  # by name
     meta: Mapping[str, Any] | None = None,  # JSON-like, beside them
 ) -> bytes:  # a safetensors file
-    """Tensors and a record as bytes."""
-    header: dict[str, Any] = {}
-    parts, wide, at = [], {}, 0
-    for name, given in tensors.items():
-        whole = torch.as_tensor(given)
-        t = _narrow(whole)
-        if t.dtype != whole.dtype:
-            wide[name] = _dtype_name(whole)
+    """Tensors and a record as bytes; wider numbers lie first, so that each is where its size divides."""
+    whole = {name: torch.as_tensor(given) for name, given in tensors.items()}
+    sent = {name: _narrow(t) for name, t in whole.items()}
+    wide = {name: _dtype_name(whole[name]) for name, t in sent.items() if t.dtype != whole[name].dtype}
+    header: dict[str, Any] = dict.fromkeys(sent)
+    parts, at = [], 0
+    for name, t in sorted(sent.items(), key=lambda item: -item[1].element_size()):
         data = _view(t)
         header[name] = {"dtype": _CODES[_dtype_name(t)], "shape": list(t.shape), "data_offsets": [at, at + data.nbytes]}
         parts.append(data)
         at += data.nbytes
-    header["__metadata__"] = {"nexrl": _dumps({"meta": dict(meta or {}), "wide": wide})}
-    text = _dumps(header).encode()
+    header["__metadata__"] = {"nexrl": dumps({"meta": dict(meta or {}), "wide": wide})}
+    text = dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def _dumps(value: Any) -> str:
+def dumps(
+    value: Any,  # JSON-like, with numpy's numbers, sets and paths in it
+) -> str:
+    """A value as JSON text; raises WireError where it is anything else."""
     try:
         return json.dumps(value, separators=(",", ":"), default=_plain)
     except (TypeError, ValueError, RecursionError) as e:
@@ -143,18 +146,34 @@ def _tensors(header: Mapping[str, Any], body: bytearray, start: int) -> dict[str
     at = 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            kind, shape = DTYPES[_NAMES[entry["dtype"]]], [int(n) for n in entry["shape"]]
+            kind, shape = DTYPES[_NAMES[entry["dtype"]]], _shape(entry["shape"])
             begin, end = (int(x) for x in entry["data_offsets"])
             count = math.prod(shape)
-            if begin != at or min(shape, default=0) < 0 or end - begin != count * kind.itemsize or start + end > len(body):
+            if begin != at or end - begin != count * kind.itemsize or start + end > len(body):
                 raise ValueError(f"tensor {name!r} of {kind} {shape} does not lie at {begin} to {end}")
-            out[name] = torch.frombuffer(body, dtype=kind, count=count, offset=start + begin).reshape(shape) if count else torch.zeros(shape, dtype=kind)
+            out[name] = _read(body, kind, count, start + begin).reshape(shape)
             at = end
     except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise WireError(f"the message is damaged: {e}") from e
     if start + at != len(body):
         raise WireError(f"the message is damaged: {len(body) - start - at} bytes belong to no tensor")
-    return out
+    return {name: out[name] for name in header}
+
+
+def _shape(given: Sequence[int]) -> list[int]:
+    """Dimensions as a tensor can have them."""
+    shape = [int(n) for n in given]
+    if len(shape) > 32 or any(not 0 <= n < 1 << 48 for n in shape) or math.prod(n or 1 for n in shape) >= 1 << 60:
+        raise ValueError(f"no tensor has the shape {str(shape)[:200]}")
+    return shape
+
+
+def _read(body: bytearray, kind: torch.dtype, count: int, offset: int) -> Tensor:
+    """Numbers of a body; whatever byte is not 0 is True."""
+    if not count:
+        return torch.zeros(0, dtype=kind)
+    t = torch.frombuffer(body, dtype=torch.uint8 if kind == torch.bool else kind, count=count, offset=offset)
+    return t != 0 if kind == torch.bool else t
 
 # %% ../nbs/05_wire.ipynb #a2658b13
 def datums_to_tensors(
@@ -275,17 +294,17 @@ def data_to_tensor(
     """A tensor of JSON; raises WireError."""
     try:
         name = str(data["dtype"]).removeprefix("torch.")
-        shape = [int(n) for n in data["shape"]]
+        shape = _shape(data["shape"])
         raw = base64.b64decode(data["data"], validate=True)
     except (KeyError, TypeError, ValueError, binascii.Error) as e:
         raise WireError(f"a tensor in JSON has data (base64), dtype and shape: {e!r}") from e
     if name not in DTYPES:
         raise WireError(f"dtype {name!r} is not known{nearest(name, DTYPES)}")
     kind = DTYPES[name]
-    if min(shape, default=0) < 0 or len(raw) != math.prod(shape) * kind.itemsize:
+    if len(raw) != math.prod(shape) * kind.itemsize:
         pickled = " (it begins like a pickle, which is never read)" if raw[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") else ""
         raise WireError(f"a {name} tensor of shape {shape} has {math.prod(shape) * kind.itemsize} bytes, not {len(raw)}{pickled}")
-    return torch.frombuffer(bytearray(raw), dtype=kind).reshape(shape) if raw else torch.zeros(shape, dtype=kind)
+    return _read(bytearray(raw), kind, math.prod(shape), 0).reshape(shape)
 
 
 def to_json(
@@ -336,40 +355,49 @@ def split_for_requests(
 
 
 class Parts:
-    """Parts of requests, until each is whole; bounded in all."""
+    """Parts of requests, until each is whole; bounded in all, so that what was given up goes when others need the room."""
 
     def __init__(
         self,
         limit: int = 4 << 30,  # bytes of all unfinished requests together
+        largest: int | None = None,  # bytes of one request; None: the same
     ):
-        self.limit, self._open, self._size = limit, {}, 0
-
-    _open: dict[str, dict[int, bytes]]
+        self.limit, self.largest = limit, min(limit, largest or limit)
+        self._open: dict[str, dict[int, bytes]] = {}  # the one that was heard of last is the last
+        self._lock = threading.Lock()
 
     def add(
         self,
         mark: str,  # the x-part header
-        part: bytes,
-    ) -> bytes | None:  # the whole body with its last part, else None
+        part: bytes | bytearray,
+    ) -> bytes | None:  # the whole body where nothing is missing any more, else None
         """Take a part in; one that comes twice counts once."""
-        try:
-            name, index, total = mark.split(" ")
-            i, n = int(index), int(total)
-        except ValueError:
-            raise WireError(f"x-part is 'name index total', not {mark[:80]!r}") from None
-        if not 0 <= i < n <= 100_000 or len(name) > 64:
-            raise WireError(f"part {index} of {total} cannot be")
-        found = self._open.setdefault(name, {})
-        if i not in found:
-            if self._size + len(part) > self.limit:
-                self._forget(name)
-                raise WireError(f"unfinished requests would be more than {self.limit:,} bytes")
-            found[i], self._size = part, self._size + len(part)
-        if len(found) < n:
-            return None
-        whole = b"".join(found[k] for k in range(n))
-        self._forget(name)
-        return whole
+        name, i, n = _part_mark(mark)
+        with self._lock:
+            found = self._open[name] = self._open.pop(name, {})
+            found[i] = bytes(part)
+            if (size := _size(found)) > self.largest:
+                del self._open[name]
+                raise WireError(f"a request may have {self.largest:,} bytes in all its parts; this one has {size:,} or more")
+            while sum(map(_size, self._open.values())) > self.limit:
+                del self._open[next(iter(self._open))]
+            if len(found) < n:
+                return None
+            del self._open[name]
+        return b"".join(found[k] for k in range(n))
 
-    def _forget(self, name: str) -> None:
-        self._size -= sum(len(p) for p in self._open.pop(name, {}).values())
+
+def _size(parts: Mapping[int, bytes]) -> int:
+    return sum(map(len, parts.values()))
+
+
+def _part_mark(mark: str) -> tuple[str, int, int]:
+    """Name, index and total of an x-part header."""
+    try:
+        name, index, total = mark.split(" ")
+        i, n = int(index), int(total)
+    except ValueError:
+        raise WireError(f"x-part is 'name index total', not {mark[:80]!r}") from None
+    if not 0 <= i < n <= 100_000 or len(name) > 64:
+        raise WireError(f"part {index[:20]} of {total[:20]} cannot be")
+    return name, i, n
