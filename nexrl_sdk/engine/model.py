@@ -554,12 +554,16 @@ def _quiet_when_small(path: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+_LOADING = threading.RLock()  # transformers replaces its own module while it is imported, and sets a default dtype while it loads: one thread at a time
+
+
 def _load_module(path: str, dtype: Any, device: torch.device, revision: str | None, trust: bool) -> Any:
     """Weights from a folder or the Hub; raises ConfigError where some are missing or nothing is there."""
-    from transformers import AutoModelForCausalLM
+    with _LOADING:
+        from transformers import AutoModelForCausalLM
 
     try:
-        with _quiet_when_small(path):
+        with _LOADING, _quiet_when_small(path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, trust_remote_code=trust, attn_implementation="sdpa", output_loading_info=True)
     except (OSError, ValueError) as e:
         where = "could not be loaded" if Path(path).is_dir() else "is neither a folder here nor a model that the Hub would give us"
@@ -618,7 +622,8 @@ def load_tokenizer(
     trust_remote_code: bool = False,
 ) -> Any:  # a transformers tokenizer
     """Load the tokenizer of a model; raises ConfigError where there is none."""
-    from transformers import AutoTokenizer
+    with _LOADING:
+        from transformers import AutoTokenizer
 
     path = resolve_model(path_or_id)
     if Path(path).is_dir() and not any(next(Path(path).glob(g), None) for g in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
