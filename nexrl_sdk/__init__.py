@@ -23,6 +23,7 @@ _exports: dict[str, str] = {
     "OpenAIInferenceClient": "backend.inference",
     **dict.fromkeys(["VLLMServer", "VLLMEngine"], "backend.vllm"),
     "start_train_service": "backend.train_server",
+    "WorkerGroup": "serve.workers",
     "MockBackend": "backend.mock",
     **dict.fromkeys(["Trainer", "BaseTrainer"], "trainer.base"),
     "SelfHostedTrainer": "trainer.self_hosted",

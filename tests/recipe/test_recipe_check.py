@@ -52,7 +52,7 @@ def test_a_truncated_distribution_can_be_wanted(model):
 
 def test_a_section_is_found_under_config(model):
     with pytest.raises(AttributeError, match="recipe.config.algorithm"):
-        Recipe(model=str(model), data=ROWS, evaluator=reward).algorithm
+        _ = Recipe(model=str(model), data=ROWS, evaluator=reward).algorithm
 
 
 @pytest.mark.parametrize(
