@@ -38,6 +38,9 @@ def unfit() -> str | None:
     """Why this machine cannot take the CPU build; None: it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"its CPU build is for Linux on x86_64, and this is {sys.platform} on {platform.machine()}"
+    libc, version = platform.libc_ver()
+    if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 28):
+        return f"its CPU build needs glibc 2.28, and this is {libc or 'another C library'} {version}"
     if "avx512f" not in Path("/proc/cpuinfo").read_text():
         return "its CPU build needs a processor with AVX-512"
     return None
