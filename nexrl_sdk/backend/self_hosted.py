@@ -185,10 +185,11 @@ class HealthWatch:
     def __init__(
         self,
         probes: Mapping[str, Callable[[], Any]],  # name of a service -> a call that raises where it is not well
-        interval: float,  # seconds
+        interval: float,  # seconds between them
+        timeout: float = 5.0,  # seconds that an answer may take
         patience: int = 2,  # failures in a row before a service counts as lost
     ):
-        self._probes, self._interval, self._patience = dict(probes), interval, patience
+        self._probes, self._interval, self._timeout, self._patience = dict(probes), interval, timeout, patience
         self._failures = dict.fromkeys(self._probes, 0)
         self._cause: str | None = None
         self._stop = threading.Event()
@@ -203,13 +204,29 @@ class HealthWatch:
         """Ask each service once."""
         for name, probe in self._probes.items():
             try:
-                probe()
+                self._in_time(probe)
                 self._failures[name] = 0
             except Exception as e:  # noqa: BLE001 - whatever a probe raises says that the service is not well
                 self._failures[name] += 1
                 if self._failures[name] >= self._patience and not self._stop.is_set():
                     self._cause = f"{name} has not answered {self._failures[name]} health checks: {e}"
                     logging.getLogger(__name__).error("%s", self._cause)
+
+    def _in_time(self, probe: Callable[[], Any]) -> None:
+        """Its answer or error; BackendError where there is none in time."""
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(probe())
+            except Exception as e:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(e)
+
+        threading.Thread(target=run, name="nexrl-health-probe", daemon=True).start()
+        try:
+            answer.result(self._timeout)
+        except TimeoutError:
+            raise BackendError(f"no answer within {self._timeout:g} s") from None
 
     def check(self) -> None:
         """Raise BackendError where a service was lost."""
@@ -371,7 +388,7 @@ def _joined(starting: Starting) -> SelfHostedBackend:
     backend = SelfHostedBackend(train, engine.result(), tokenizer, pusher, services={r: f.result() for r, f in zip(others, rest)}, owned=starting.owned, name=Path(recipe.model_path()).name, keep_last=recipe.config.trainer.keep_last)
     h = recipe.config.runtime_monitor.health_check
     if h.enabled:
-        backend.watch = HealthWatch({"the training service": train.health_check, "the inference server": engine.result().health}, h.check_interval)
+        backend.watch = HealthWatch({"the training service": train.health_check, "the inference server": engine.result().health}, h.check_interval, h.timeout)
         starting.owned.callback(backend.watch.close)
     backend._push(0)
     return backend
