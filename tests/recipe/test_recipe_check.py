@@ -51,7 +51,7 @@ def test_a_truncated_distribution_can_be_wanted(model):
 
 
 def test_a_section_is_found_under_config(model):
-    with pytest.raises(AttributeError, match="recipe.config.algorithm"):
+    with pytest.raises(AttributeError, match=r"recipe\.config\.algorithm"):
         _ = Recipe(model=str(model), data=ROWS, evaluator=reward).algorithm
 
 
