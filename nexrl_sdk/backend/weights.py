@@ -49,7 +49,7 @@ class ParityError(PushError):
     result: ProbeResult | None = None
 
 # %% ../../nbs/35_backend.weights.ipynb #013d497a
-TOLERANCE = {"float32": 5e-3, "float16": 0.1, "bfloat16": 0.5}  # of one token's logprob, by the coarser dtype of the two
+TOLERANCE = {"float32": 5e-3, "float16": 0.15, "bfloat16": 1.0}  # of one token's logprob, by the coarser dtype of the two
 MEAN_SHARE = 0.1  # of the tolerance, for the mean over all tokens
 
 

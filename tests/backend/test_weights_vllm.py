@@ -206,6 +206,19 @@ def test_a_server_that_is_killed_during_a_push(vllm_model: Callable[[int], Path]
         with pytest.raises(PushError, match=r"(?s)push of version 2 by shared-dir failed, and nothing is sampled until.*version 1 could not be restored"):
             pusher.push(2)
         assert time.monotonic() - start < 30 and pusher.paused
-        with pytest.raises(BackendError):
-            engine.sample([[1, 2, 3]])
+        with pytest.raises(BackendError, match="SIGKILL"):
+            engine.health()
     trainer.close()
+
+
+def test_in_process(vllm_model: Callable[[int], Path]) -> None:
+    """vLLM and the trainer share a process, which ends with the test."""
+    import json
+    import subprocess
+    import sys
+
+    bench = Path(__file__).resolve().parent.parent / "bench" / "bench_sync.py"
+    done = subprocess.run([sys.executable, str(bench), "--in-process", str(vllm_model(0)), "--rounds", "2"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])["in-process"]
+    assert len(rows) == 2 and all(r["probe/max_abs"] < 1e-3 for r in rows)
