@@ -18,16 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ..algo.losses import LOSSES, token_weights
+from ..algo.losses import AGGREGATIONS, LOSSES, check_loss, token_weights
 from ..algo.metrics import reduce_metrics
 from .base import Backend
 from ..engine.checkpoint import load_checkpoint, prune, save_checkpoint
-from ..engine.learner import lr_schedule
-from ..types import AdamParams, Batch, BackendError, CheckpointError, ConfigError, Datum, nearest
+from ..engine.learner import Learner, lr_schedule, split_config
+from ..engine.model import load_model
+from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigError, DataError, Datum, nearest
 
 # %% auto #0
-__all__ = ['ROLES', 'MANIFEST', 'ActorConfig', 'read_actor', 'TrainServiceClient', 'make_datums', 'InProcessTrainService',
-           'check_role', 'read_settings', 'copy_to', 'fetched']
+__all__ = ['ROLES', 'MANIFEST', 'ActorConfig', 'read_actor', 'actor_part', 'token_budget', 'TrainServiceClient', 'make_datums',
+           'InProcessTrainService', 'check_role', 'read_settings', 'copy_to', 'fetched']
 
 # %% ../../nbs/31_backend.service.ipynb #a346e5ff
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ class ActorConfig:
             raise ConfigError(f"loss_fn {self.loss_fn!r} is not known{nearest(self.loss_fn, LOSSES)}")
         if self.ppo_epochs < 1 or (self.mini_batch_size is not None and self.mini_batch_size < 1):
             raise ConfigError(f"ppo_epochs and mini_batch_size must be at least 1, not {self.ppo_epochs} and {self.mini_batch_size}")
+        if not callable(self.loss_agg_mode) and self.loss_agg_mode not in AGGREGATIONS:
+            raise ConfigError(f"loss_agg_mode {self.loss_agg_mode!r} is not known{nearest(self.loss_agg_mode, AGGREGATIONS)}")
+        check_loss(self.loss_fn, split_config(self.loss_config)[1])
+        self.adam(0)
+        try:
+            token_weights(self.loss_agg_mode, np.ones((1, 1), np.float32), **self.agg_config)
+        except TypeError as e:
+            raise ConfigError(f"agg_config of {self.loss_agg_mode}: {e}") from e
 
     def adam(
         self,
@@ -79,6 +88,10 @@ _SAME: dict[str, str] = {  # the documents' key -> a field of ActorConfig
     "optim.schedule": "schedule", "optim.lr_scheduler": "schedule", "optim.lr_scheduler_type": "schedule", "optim.warmup_steps": "warmup_steps",
     "optim.lr_warmup_steps": "warmup_steps", "optim.total_steps": "total_steps", "optim.total_training_steps": "total_steps", "ppo_mini_batch_size": "mini_batch_size",
 }  # fmt: skip
+_KINDS: dict[str, Callable[[Any], Any]] = {  # as what a field is read: YAML has 2e-6 as text
+    **dict.fromkeys(("lr", "eps", "weight_decay", "grad_clip"), float), **dict.fromkeys(("ppo_epochs", "mini_batch_size", "warmup_steps", "total_steps"), int),
+    "betas": lambda pair: (float(pair[0]), float(pair[1])),
+}  # fmt: skip
 _LOSS: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {  # the documents' key -> keywords of the loss
     "clip_ratio": (("clip_low_threshold", lambda x: 1 - float(x)), ("clip_high_threshold", lambda x: 1 + float(x))),
     "clip_ratio_low": (("clip_low_threshold", lambda x: 1 - float(x)),),
@@ -101,14 +114,44 @@ def read_actor(
         if key not in known:
             raise ConfigError(f"actor.{key} is not known{nearest(key, known)}")
         if key not in _LOSS:
-            fields[_SAME.get(key, key)] = flat[key]
+            fields[_SAME.get(key, key)] = _read(key, _KINDS.get(_SAME.get(key, key), _identity), flat[key])
         elif flat[key] is not None and (uses_kl or not key.startswith("kl_")):
-            loss |= {name: change(flat[key]) for name, change in _LOSS[key]}
-    if "betas" in fields:
-        fields["betas"] = (float(fields["betas"][0]), float(fields["betas"][1]))
+            loss |= {name: _read(key, change, flat[key]) for name, change in _LOSS[key]}
     if not loss.get("kl_coef"):
         loss.pop("kl_estimator", None)
     return ActorConfig(**fields, loss_config=loss)
+
+
+def _read(key: str, change: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return value if value is None else change(value)
+    except (TypeError, ValueError, LookupError) as e:
+        raise ConfigError(f"actor.{key} cannot be {value!r}: {e}") from e
+
+# %% ../../nbs/31_backend.service.ipynb #775212df
+_RUNNING = ("token_budget", "autocast")  # how a model is run, beside which one it is
+_BUDGETS = ("token_budget", "ppo_max_token_len_per_gpu")  # tokens of a micro-batch
+
+
+def actor_part(
+    given: Mapping[str, Any],  # config_dict
+) -> dict[str, Any]:
+    """What of a configuration says how to learn."""
+    actor = given.get("actor")
+    rest = dict(actor) if actor is not None else {k: v for k, v in given.items() if k not in ("resource", *_RUNNING)}
+    return {k: v for k, v in rest.items() if k not in ("model", *_BUDGETS)}
+
+
+def token_budget(
+    given: Mapping[str, Any],  # config_dict
+) -> int | None:  # tokens of a micro-batch; None: it does not say
+    """How much of a batch is computed at once."""
+    found = [place[k] for place in (given, given.get("actor") or {}) for k in _BUDGETS if place.get(k) is not None]
+    if not found:
+        return None
+    if not isinstance(found[0], int) or found[0] < 1:
+        raise ConfigError(f"token_budget must be a number of tokens, 1 or more, not {found[0]!r}")
+    return found[0]
 
 # %% ../../nbs/31_backend.service.ipynb #081f1fb1
 class TrainServiceClient(ABC):
@@ -257,6 +300,7 @@ class InProcessTrainService(TrainServiceClient):
     ):
         self.backend, self.config, self.role = backend, config or ActorConfig(), "actor"
         self.previous: Path | None = None  # the checkpoint that this client wrote last
+        self.steps = 0  # training steps done; where the learning rate is on its schedule
 
     def initialize_worker(self, config_path: str | None = None, config_dict: dict[str, Any] | None = None, role: str = "actor", world_size: int | None = None, zmq_base_port: int | None = None, dispatch_mode: str | None = None) -> dict[str, Any]:
         """Take the actor's configuration (an ActorConfig's fields or the documents' sections, under `actor` or flat)."""
@@ -267,7 +311,10 @@ class InProcessTrainService(TrainServiceClient):
         if zmq_base_port is not None:
             raise ConfigError(f"zmq_base_port={zmq_base_port}: the processes of a group speak over sockets that they choose themselves; leave it out")
         given = read_settings(config_path) if config_dict is None and config_path is not None else dict(config_dict or {})
-        self.config, self.role = read_actor(given.get("actor", given)), role
+        config, budget = read_actor(actor_part(given)), token_budget(given)
+        if budget is not None and hasattr(self.backend, "learner"):
+            self.backend.learner.token_budget = budget
+        self.config, self.role = config, role
         return self.worker_info()
 
     def init_model(self) -> dict[str, Any]:
@@ -277,12 +324,15 @@ class InProcessTrainService(TrainServiceClient):
     def update_actor(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
         """PPO epochs over mini-batches, one optimizer step each; an interrupt before the first step undoes all."""
         whole = self._with_reference(Batch.from_nextrainer_batch(batch))
-        step, size = int(whole.metadata.get("global_step", 0)), self.config.mini_batch_size or max(1, len(whole))
+        step, size = int(whole.metadata.get("global_step", self.steps)), self.config.mini_batch_size or max(1, len(whole))
         adam, parts = self.config.adam(step), []
         for epoch in range(self.config.ppo_epochs):
             for start in range(0, len(whole), size):
                 first = epoch == 0 and start == 0
-                parts.append(self._mini_step(whole.slice(start, start + size), adam, stop_flag if first else None))
+                parts += self._mini_step(whole.slice(start, start + size), adam, stop_flag if first else None)
+        if not parts:
+            raise DataError(f"none of the batch's {len(whole)} rows has a token that was sampled (loss_mask): there is nothing to learn from")
+        self.steps = step + 1
         return {"metrics": reduce_metrics(parts), "meta_info": {"global_step": step + 1, "optimizer_steps": len(parts)}}
 
     def _with_reference(self, batch: Batch) -> Batch:
@@ -296,10 +346,13 @@ class InProcessTrainService(TrainServiceClient):
         temperature = {"temperature": self.config.loss_config.get("temperature", 1.0)}
         return batch.scatter(self.backend.forward(batch.to_datums(skip_unsampled=False), "cross_entropy", temperature, reference=reference).logprobs)
 
-    def _mini_step(self, batch: Batch, adam: AdamParams, stop_flag: Event | None) -> dict[str, float]:
+    def _mini_step(self, batch: Batch, adam: AdamParams, stop_flag: Event | None) -> list[dict[str, float]]:
+        """One optimizer step; none where all rows are padding."""
         datums, skipped = make_datums(batch, self.config)
+        if not datums:
+            return []
         out = self.backend.forward_backward(datums, self.config.loss_fn, self.config.loss_config, stop_flag=stop_flag)
-        return {"loss": out.loss, **out.metrics, "batch/skipped_zero_advantage": float(skipped), **self.backend.optim_step(adam)}
+        return [{"loss": out.loss, **out.metrics, "batch/skipped_zero_advantage": float(skipped), **self.backend.optim_step(adam)}]
 
     def compute_log_prob(self, batch: Mapping[str, Any], reference: bool = False) -> dict[str, Any]:
         """Log-probabilities by the current (or the reference) weights, aligned with input_ids."""
@@ -318,7 +371,9 @@ class InProcessTrainService(TrainServiceClient):
 
     def optim_step(self, adam: AdamParams | None = None) -> dict[str, Any]:
         """One optimizer step."""
-        return {"metrics": self.backend.optim_step(adam or self.config.adam(0))}
+        metrics = self.backend.optim_step(adam or self.config.adam(self.steps))
+        self.steps += 1
+        return {"metrics": metrics}
 
     def zero_grad(self) -> dict[str, Any]:
         """Forget the accumulated gradient."""
@@ -328,29 +383,41 @@ class InProcessTrainService(TrainServiceClient):
     def reset(self) -> dict[str, Any]:
         """Back to the weights from before training."""
         self.backend.reset()
+        self.steps = 0
         return self.worker_info()
 
     def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, saved_fully_shared_ckpt: bool = True, save_weight_only: bool = False, remove_previous_ckpt: bool = True, keep_last: int | None = None) -> dict[str, Any]:
         """Write a checkpoint; the one that this client wrote before it goes once the new one is complete, and its copy is."""
         if not saved_fully_shared_ckpt:
             raise ConfigError("saved_fully_shared_ckpt=False: each process writes its own part here, and any number of processes can read them; leave it out")
-        path = self._exported(local_path) if save_weight_only else Path(self.backend.save(local_path, {"global_step": global_step}))
+        path = self._exported(local_path) if save_weight_only else Path(self.backend.save(local_path, {"global_step": global_step, "steps": self.steps}))
         copied = None if hdfs_path is None else copy_to(path, hdfs_path)
-        if remove_previous_ckpt and self.previous is not None and self.previous != path:
-            shutil.rmtree(self.previous, ignore_errors=True)
-        self.previous = path
         if keep_last is not None and not save_weight_only:
             prune(path, keep_last)
+        elif remove_previous_ckpt and self.previous is not None and not _overlap(self.previous, path):
+            shutil.rmtree(self.previous, ignore_errors=True)
+        self.previous = path
         return {"path": str(path), "global_step": global_step, **({} if copied is None else {"copy": copied})}
 
     def load_checkpoint(self, path: str, del_local_after_load: bool = False, load_weight_only: bool = False) -> dict[str, Any]:
         """Read a checkpoint that `save_checkpoint` wrote, or its copy."""
         with fetched(path) as folder:
-            with _without_optimizer(folder) if load_weight_only else contextlib.nullcontext(folder) as source:
+            with self._weights_of(folder) if load_weight_only else contextlib.nullcontext(folder) as source:
                 state = self.backend.load(source)
-        if del_local_after_load:
-            shutil.rmtree(path, ignore_errors=True) if "://" not in str(path) else None
+        self.steps = int(state.pop("steps", state.get("global_step", 0)))
+        if del_local_after_load and "://" not in str(path):
+            shutil.rmtree(path, ignore_errors=True)
         return {"path": str(path), **state}
+
+    def _weights_of(self, folder: Path) -> contextlib.AbstractContextManager[Path]:
+        """A checkpoint, or a model folder, as a checkpoint with a fresh optimizer."""
+        if (folder / MANIFEST).exists() or not (folder / "config.json").exists():
+            return _without_optimizer(folder)
+        model = getattr(self.backend, "model", None)
+        if getattr(self.backend, "adapter", None) or getattr(self.backend, "lora", None):
+            raise CheckpointError(f"{folder} holds a whole model, and here an adapter is trained: load a checkpoint that save_checkpoint wrote")
+        dtype = str(model.dtype)[6:] if model is not None else self.backend.info["dtype"]  # type: ignore[attr-defined]
+        return _as_checkpoint(folder, dtype, self.backend.weight_version)
 
     def convert_checkpoint_to_huggingface(self, path: str, target: str) -> dict[str, Any]:
         """Read a checkpoint into the model, write that, and go back to where the model stood."""
@@ -488,6 +555,19 @@ def fetched(
         except (OSError, ImportError) as e:
             raise CheckpointError(f"{path} could not be fetched: {e}") from e
         yield Path(tmp) / "checkpoint"
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether two folders are the same, or one lies in the other."""
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
+@contextlib.contextmanager
+def _as_checkpoint(folder: Path, dtype: str, version: int) -> Iterator[Path]:
+    """A model folder of transformers as a checkpoint, for the block."""
+    tensors, meta = Learner(load_model(folder, dtype=dtype, device="cpu")).state_dict()
+    with tempfile.TemporaryDirectory(prefix="nexrl_weights_") as tmp:
+        yield save_checkpoint(Path(tmp) / "checkpoint", {"state": tensors}, {"learner": meta, "version": version, "state": {}})
 
 
 @contextlib.contextmanager
