@@ -205,6 +205,8 @@ def check_services(recipe: Recipe) -> Iterator[Finding]:
         yield _warning("weight.route", f"{route!r} has no effect: sampler and learner are one engine in this process and share their weights")
     if c.algorithm.type == "opd" and c.service.teacher_service is None:
         yield _error("service.teacher_service", "distillation needs a teacher: service.teacher_service.path, or a named service with role teacher")
+    if c.algorithm.type == "cross_entropy" and c.weight.sync_mode != "sync":
+        yield _error("weight.sync_mode", f"{c.weight.sync_mode!r} lets rollouts run ahead, and supervised learning samples nothing; leave it out")
     if trains == "mock":
         yield _warning("service.train_service.backend", "'mock' trains nothing; it is for tests of what is around it")
     if samples == "vllm" and not c.service.inference_service.url and importlib.util.find_spec("vllm") is None:

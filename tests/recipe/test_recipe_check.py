@@ -75,6 +75,7 @@ def test_a_section_is_found_under_config(model):
         ({"logger": {"backend": ["file", "trackio"]}}, "logger.backend", "pip install 'nexrl_sdk[track]'"),
         ({"trainer": {"optim": {"warmup_steps": 200}}}, "trainer.optim.warmup_steps", "warning"),
         ({"rollout_worker": {"top_p": 0.9, "max_tokens": 8}}, "rollout_worker.top_p", "error: 0.9 leaves out tokens"),
+        ({"algorithm": "cross_entropy", "weight": {"sync_mode": "fully-async"}}, "weight.sync_mode", "error: 'fully-async' lets rollouts run ahead"),
         ({"algorithm": "opd"}, "service.teacher_service", "error: distillation needs a teacher"),
         ({"weight": {"route": "lora"}, "service": {"train_service": {"backend": "http"}, "inference_service": {"backend": "openai", "url": "http://x"}}}, "weight.route", "error: 'lora' sends an adapter"),
         ({"weight": {"route": "in-process"}}, "weight.route", "error: 'in-process' is for a vLLM engine"),
