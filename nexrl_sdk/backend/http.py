@@ -21,7 +21,7 @@ import torch
 import nexrl_sdk.types as errors
 from .service import TrainServiceClient
 from ..types import AdamParams, BackendError, Batch, ConfigError, Datum, Interrupted, NexRLError, nearest
-from ..wire import LARGEST, WireError, from_json, pack, split_for_requests, to_json, unpack
+from ..wire import LARGEST, WireError, dumps, from_json, pack, split_for_requests, to_json, unpack
 
 # %% auto #0
 __all__ = ['SAFETENSORS', 'JSON', 'MUTATING', 'READING', 'ASKING', 'WAIT', 'OVER_HTTP', 'to_body', 'from_body', 'error_of',
@@ -38,7 +38,7 @@ WAIT = 20.0  # seconds that one request waits for an answer before it asks again
 
 def to_body(value: Any, kind: str) -> bytes:
     """A value as a body."""
-    return pack(value) if kind == SAFETENSORS else json.dumps(to_json(value), allow_nan=True).encode()
+    return pack(value) if kind == SAFETENSORS else dumps(to_json(value)).encode()
 
 
 def from_body(data: bytes | bytearray, kind: str) -> Any:
@@ -87,7 +87,8 @@ class Caller:
         self.base_url, self.identifier, self.kind = str(base_url).rstrip("/"), identifier, kinds[wire]
         self.request_timeout, self.retries, self.max_part = request_timeout, retries, max_part
         self._headers = {"content-type": self.kind, "accept": self.kind, **({"authorization": f"Bearer {key}"} if key else {})}
-        self._http = httpx.Client(base_url=self.base_url, timeout=httpx.Timeout(WAIT + 30.0, connect=10.0))
+        host = httpx.URL(self.base_url).host
+        self._http = httpx.Client(base_url=self.base_url, trust_env=host not in ("localhost", "127.0.0.1", "::1"))  # no proxy to this machine
 
     def __repr__(self) -> str:
         return f"Caller({self.base_url!r}, {self.identifier!r})"
@@ -99,19 +100,27 @@ class Caller:
         timeout: float | None = None,  # seconds; None: the client's
     ) -> dict[str, Any]:
         """A call and its answer; raises what the service raised, or BackendError where there is no answer."""
-        deadline = time.monotonic() + (timeout or self.request_timeout)
+        limit = self.request_timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
         if name in ASKING:
-            return self._answer(name, self._send("GET", f"/{name}", {}, b"", deadline), deadline, "")
+            return self._answer(name, self._send("GET", f"/{name}", {}, b"", deadline), deadline, limit, "")
         ident = uuid.uuid4().hex
-        for marks, part in split_for_requests(to_body(dict(arguments or {}), self.kind), self.max_part):
-            response = self._send("POST", f"/{name}", {"x-request-id": ident, "x-wait": str(WAIT), **marks}, part, deadline)
-        return self._answer(name, response, deadline, ident)
+        parts = split_for_requests(to_body(dict(arguments or {}), self.kind), self.max_part)
+        for _ in range(3):  # again where the service has lost a part
+            for marks, part in parts:
+                response = self._send("POST", f"/{name}", {"x-request-id": ident, **marks}, part, deadline)
+                if response.status_code != 206:
+                    break
+            else:
+                continue
+            return self._answer(name, response, deadline, limit, ident)
+        raise BackendError(f"{self.base_url}: {name} was sent in {len(parts)} parts three times, and the service lacks some: is it started anew all the time, or short of memory?")
 
-    def _answer(self, name: str, response: Any, deadline: float, ident: str) -> dict[str, Any]:
+    def _answer(self, name: str, response: Any, deadline: float, limit: float, ident: str) -> dict[str, Any]:
         while response.status_code == 202:  # under way
             if time.monotonic() > deadline:
-                raise BackendError(f"{self.base_url}: {name} had no answer within {self.request_timeout:g} s (request_timeout); it may still be under way in the service")
-            response = self._send("GET", f"/result/{ident}", {"x-wait": str(WAIT)}, b"", deadline)
+                raise BackendError(f"{self.base_url}: {name} had no answer within {limit:g} s (request_timeout); it may still be under way in the service")
+            response = self._send("GET", f"/result/{ident}", {}, b"", deadline)
         kind = response.headers.get("content-type", "").split(";")[0]
         if response.status_code >= 400:
             raise self._refused(response, kind)
@@ -134,7 +143,9 @@ class Caller:
         import tenacity
 
         def once() -> Any:
-            response = self._http.request(method, path, content=body, headers={**self._headers, **headers}, params={} if self.identifier is None else {"identifier": self.identifier})
+            left = max(0.1, deadline - time.monotonic())
+            response = self._http.request(method, path, content=body, headers={**self._headers, **headers, "x-wait": f"{min(WAIT, left):.3f}"}, params={} if self.identifier is None else {"identifier": self.identifier},
+                                          timeout=httpx.Timeout(min(WAIT + 30.0, left + 1.0), connect=min(10.0, left)))  # fmt: skip
             if response.status_code in (429, 502, 503, 504):
                 raise httpx.TransportError(f"it answered {response.status_code}: {response.text[:200]}")
             return response
@@ -143,7 +154,8 @@ class Caller:
         try:
             return tenacity.Retrying(stop=within, wait=tenacity.wait_exponential_jitter(0.1, 5.0), retry=tenacity.retry_if_exception_type(httpx.TransportError), reraise=True)(once)
         except httpx.TransportError as e:
-            raise BackendError(f"the training service {self.base_url} does not answer {path}: {type(e).__name__}: {e or 'connection lost'}. Is it running? Its log says why it ended") from e
+            why = "in time" if isinstance(e, httpx.TimeoutException) else f"({type(e).__name__}: {e or 'connection lost'})"
+            raise BackendError(f"the training service {self.base_url} does not answer {path} {why}. Is it running? Its log says why it ended") from e
         except httpx.HTTPError as e:
             raise BackendError(f"{self.base_url}{path}: {type(e).__name__}: {e}") from e
 
@@ -271,6 +283,12 @@ class HTTPTrainServiceClient(TrainServiceClient):
     def close(self) -> None:
         """Close the connections; the group goes on."""
         self._caller.close()
+
+    def __enter__(self) -> HTTPTrainServiceClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return f"HTTPTrainServiceClient({self.base_url!r}, {self.identifier!r})"

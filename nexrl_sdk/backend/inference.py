@@ -469,17 +469,20 @@ class ServerConnection:
             yield
 
     async def _watch(self, gathered: asyncio.Future[Any]) -> None:
-        """Raise once the server has given no sign of life for `stall_timeout` seconds."""
-        seen = time.monotonic()
+        """Raise once the server has given no sign of life for `stall_timeout` seconds, or refused connections for so long."""
+        seen = reached = time.monotonic()
         while not gathered.done():
             await asyncio.sleep(min(2.0, self.stall_timeout / 4))
-            if await self._alive():
-                seen = time.monotonic()
+            alive = await self._alive()
+            now = time.monotonic()
+            seen, reached = (seen if alive is False else now), (reached if alive is None else now)
+            if now - reached > max(self.stall_timeout, 15.0):
+                raise self.error(f"connections have been refused for {now - reached:.0f} s: the server has ended")
             if time.monotonic() - seen > self.stall_timeout:
                 raise self.error(f"no sign of life for {self.stall_timeout:.0f} s: the server is stopped, or hangs")
 
-    async def _alive(self) -> bool:
-        """Whether the server answers; one that refuses connections is left to the requests' own retries."""
+    async def _alive(self) -> bool | None:
+        """Whether the server answers; None: it refuses connections, which the requests' own retries tell of first."""
         path = "/health" if self.loading else self.sign_of_life
         try:
             async with asyncio.timeout(max(self.stall_timeout / 2, 0.5)):  # wait_for may lose a cancellation (Python 3.11)
@@ -487,7 +490,7 @@ class ServerConnection:
         except TimeoutError:
             return False
         except _retryable():
-            return True
+            return None
         return True
 
     def run(self, work: Coroutine[Any, Any, T], stop_flag: Event | None = None) -> T:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import tempfile
 import threading
@@ -31,7 +32,7 @@ Say = Callable[[str], None]
 
 # %% auto #0
 __all__ = ['Say', 'SelfHostedBackend', 'plain_pusher', 'remote_name', 'HealthWatch', 'group_settings', 'local_service',
-           'Starting', 'make_pusher', 'connect', 'make_backend']
+           'Starting', 'saved_dtype', 'make_pusher', 'connect', 'make_backend']
 
 # %% ../../nbs/36_backend.self_hosted.ipynb #bb447c7a
 class SelfHostedBackend(Backend):
@@ -336,6 +337,15 @@ class Starting:
         return self.owned.enter_context(server.client(tokenizer=tokenizer, timeout=i.request_timeout, max_retries=i.max_retries))
 
 # %% ../../nbs/36_backend.self_hosted.ipynb #81009305
+def saved_dtype(
+    model: str,  # a folder, or a Hub id
+) -> str:
+    """What a model's weights were saved in, as its configuration says; bfloat16 where it does not."""
+    file = Path(model) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+
+
 def make_pusher(
     recipe: Any,  # a Recipe
     train: TrainServiceClient,
@@ -348,7 +358,7 @@ def make_pusher(
     name = w.route if w.route != "auto" else "shared-dir" if m.lora is None else "lora"
     options = {"backend": "nccl" if "cuda" in str(m.device) else "gloo"} if name == "broadcast" else {}
     length = min(32, max(2, (engine.max_length or 64) - 1))
-    probe = ParityProbe(probe_prompts(len(tokenizer), length=length), m.dtype if m.dtype != "auto" else "bfloat16", w.probe_tolerance, float(recipe.config.rollout_worker.temperature) or 1.0) if w.probe else None
+    probe = ParityProbe(probe_prompts(len(tokenizer), length=length), m.dtype if m.dtype != "auto" else saved_dtype(recipe.model_path()), w.probe_tolerance) if w.probe else None
     local = isinstance(train, InProcessTrainService)
     place = w.path or (str(folder / "weights") if local else f"weights/{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}")
     return WeightPusher(train, engine, make_route(name, **options), probe, place, w.keep)
