@@ -5,6 +5,7 @@
 # %% ../../nbs/60_recipe.config.ipynb #e9eadf63
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
 import json
@@ -221,7 +222,7 @@ class Settings:
             missing.append("model.path: missing; give a folder with a transformers model, or a Hub id such as Qwen/Qwen2.5-0.5B-Instruct")
         if not ("data" in self.live or any(values["data"][k] for k in ("data_files", "source", "hub"))):
             missing.append("data: missing; give data.data_files (a .parquet, .jsonl, .json or .csv file), data.source ('file.py:function') or data.hub")
-        scored = values["algorithm"]["type"] == "cross_entropy" or "worker_class" in self.live or values["rollout_worker"]["custom_rollout_worker_class_name"]
+        scored = values["algorithm"]["type"] in ("cross_entropy", "opd") or "worker_class" in self.live or values["rollout_worker"]["custom_rollout_worker_class_name"]
         if not (scored or "evaluator" in self.live or values["rollout_worker"]["evaluator_module_path"]):
             missing.append("rollout_worker.evaluator_module_path: missing; give 'file.py:Name', a function (row, answer) -> reward or an Evaluator class")
         if missing:
@@ -727,10 +728,19 @@ def find_recipe(
     if not path.is_file() and path.with_name(f"{path.name}.yaml").is_file():
         return path.with_name(f"{path.name}.yaml")
     if not path.is_file():
-        around = path.parent.iterdir() if path.parent.is_dir() else []
-        names = [p.name for p in around if p.suffix == ".yaml" or (p.is_dir() and any(p.glob("*.yaml")))]
-        raise ConfigError(f"there is no recipe {path}{nearest(path.name, names) if names else ''}")
+        raise ConfigError(f"there is no recipe {path}{_near(path)}")
     return path
+
+
+def _near(path: Path) -> str:
+    """The nearest recipe, beside a path or in recipes/, for a message."""
+    folders = [f for f in dict.fromkeys([path.parent, Path("recipes")]) if f.is_dir()]
+    found = {p.name: p for f in reversed(folders) for p in f.iterdir() if p.suffix == ".yaml" or (p.is_dir() and any(p.glob("*.yaml")))}
+    close = difflib.get_close_matches(path.name, found, 1)
+    if close and found[close[0]].parent != path.parent:
+        return f"; did you mean {str(found[close[0]])!r}?"
+    beside = [name for name, p in found.items() if p.parent == path.parent]
+    return nearest(path.name, beside) if beside else ""
 
 
 def _base_dir(file: Path) -> Path:

@@ -28,14 +28,14 @@ SHAPE: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": len(VOCABULARY),
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "head_dim": 32,  # the least that vLLM's CPU kernels take
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
 MODELS: dict[str, dict[str, Any]] = {  # how each is made: its size, and what it was shown in plain supervised learning
-    "teacher": {"hidden_size": 128, "intermediate_size": 256, "steps": 300, "batch": 64, "lr": 2e-3, "right": 0.95, "copies": 0.5},
-    "student": {"hidden_size": 64, "intermediate_size": 128, "steps": 200, "batch": 64, "lr": 4e-3, "right": 0.15, "copies": 0.6},
+    "teacher": {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "steps": 300, "batch": 64, "lr": 2e-3, "right": 0.95, "copies": 0.5},
+    "student": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "steps": 200, "batch": 64, "lr": 4e-3, "right": 0.15, "copies": 0.6},
 }
 
 
@@ -132,7 +132,7 @@ def learn(name: str, seed: int) -> Qwen2ForCausalLM:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     how = dict(MODELS[name])
-    size = {k: how.pop(k) for k in ("hidden_size", "intermediate_size")}
+    size = {k: how.pop(k) for k in ("hidden_size", "intermediate_size", "num_attention_heads")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **size, pad_token_id=0, eos_token_id=1, bos_token_id=None))

@@ -268,3 +268,18 @@ def test_every_default_is_accepted_when_written_out(task):
 def test_import_is_light():
     code = "import sys; from nexrl_sdk import Recipe, Run; Recipe(model='m', data=[{'prompt': 'a'}], evaluator='a.py:b'); print([m for m in ('torch', 'transformers', 'polars', 'pandas', 'datasets') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_recipe_that_is_not_there_names_the_nearest(tmp_path, monkeypatch):
+    """Beside the path, or in recipes/ where the path leads elsewhere."""
+    (tmp_path / "recipes" / "reverse").mkdir(parents=True)
+    (tmp_path / "recipes" / "reverse" / "recipe.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    for path, said in (("recipes/revers", "did you mean 'reverse'"), ("reverse", "did you mean 'recipes/reverse'"), ("recipies/reverse", "did you mean 'recipes/reverse'"), ("zzz", "there is no recipe zzz")):
+        with pytest.raises(ConfigError, match=said):
+            Recipe.load(path)
+
+
+def test_distillation_needs_no_evaluator(tmp_path):
+    recipe = Recipe(model="m", data=[{"prompt": "a"}], algorithm="opd", service={"teacher_service": {"path": "t"}})
+    assert recipe.evaluator() is None

@@ -54,7 +54,7 @@ def test_reverse_kl_falls_five_times(tmp_path, monkeypatch):
     with Trainer(recipe, run=tmp_path / "run") as trainer:
         before, student = trainer.evaluate(), AutoModelForCausalLM.from_pretrained(recipe.model_path()).eval()
         start = exact_reverse_kl(student, teacher, before.rollouts)
-        trainer.fit(100, progress=False)
+        trainer.fit(progress=False)
         after = trainer.evaluate()
         student = AutoModelForCausalLM.from_pretrained(trainer.backend.export(tmp_path / "out")).eval()
         end = exact_reverse_kl(student, teacher, after.rollouts)

@@ -167,8 +167,9 @@ def test_recomputed_logprobs_and_correction(models):
         assert metrics["policy/correction_mean"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_answers_without_a_reward_teach_too(models):
-    with Trainer(recipe_of(*models, reward=lambda row, answer: None)) as trainer:
+@pytest.mark.parametrize("evaluator", [lambda row, answer: None, None])
+def test_answers_without_a_reward_teach_too(models, evaluator):
+    with Trainer(recipe_of(*models, reward=evaluator)) as trainer:
         metrics = trainer.step().metrics
         assert metrics["batch/sequences"] == 16 and metrics["errors/unscored"] == 16 and metrics["grad_norm"] > 0
 
