@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 # %% auto #0
 __all__ = ['Say', 'SelfHostedBackend', 'plain_pusher', 'remote_name', 'HealthWatch', 'group_settings', 'local_service',
-           'Starting', 'saved_dtype', 'make_pusher', 'connect', 'make_backend']
+           'Starting', 'saved_dtype', 'make_pusher', 'connect', 'well', 'make_backend']
 
 # %% ../../nbs/36_backend.self_hosted.ipynb #bb447c7a
 class SelfHostedBackend(Backend):
@@ -398,10 +398,17 @@ def _joined(starting: Starting) -> SelfHostedBackend:
     backend = SelfHostedBackend(train, engine.result(), tokenizer, pusher, services={r: f.result() for r, f in zip(others, rest)}, owned=starting.owned, name=Path(recipe.model_path()).name, keep_last=recipe.config.trainer.keep_last)
     h = recipe.config.runtime_monitor.health_check
     if h.enabled:
-        backend.watch = HealthWatch({"the training service": train.health_check, "the inference server": engine.result().health}, h.check_interval, h.timeout)
+        backend.watch = HealthWatch({"the training service": lambda: well(train), "the inference server": engine.result().health}, h.check_interval, h.timeout)
         starting.owned.callback(backend.watch.close)
     backend._push(0)
     return backend
+
+
+def well(train: TrainServiceClient) -> None:
+    """Raise BackendError where a group's processes have ended."""
+    info = train.worker_info()
+    if info.get("state") == "failed":
+        raise BackendError(f"group {info.get('identifier')!r} has failed: {info.get('cause')}")
 
 
 def _first_error(futures: Sequence[Future[Any]]) -> None:

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,20 +23,21 @@ from typing import Any
 
 from ..backend.base import Backend
 from ..backend.http import ASKING, JSON, MUTATING, READING, SAFETENSORS, from_body, to_body
-from ..backend.service import InProcessTrainService, check_role, read_settings
-from ..types import AdamParams, BackendError, CheckpointError, ConfigError, DataError, NexRLError, NonFiniteError, nearest
+from ..backend.service import ActorConfig, InProcessTrainService, actor_part, check_role, read_actor, read_settings, token_budget
+from ..types import AdamParams, BackendError, CheckpointError, ConfigError, DataError, Datum, NexRLError, NonFiniteError, nearest
 from ..wire import Parts, WireError
 
 # %% auto #0
-__all__ = ['CALLS', 'STATUS', 'BODY', 'LOOPBACK', 'GroupSpec', 'actor_part', 'Call', 'Group', 'TrainService', 'error_record',
-           'Refused', 'read_body', 'Endpoints', 'create_app', 'serve_train']
+__all__ = ['STATUS', 'Answer', 'LOOPBACK', 'CALLS', 'BODY', 'STALLED', 'GroupSpec', 'error_record', 'Call', 'Group',
+           'TrainService', 'Refused', 'read_body', 'Endpoints', 'create_app', 'serve_train']
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #1c940e59
 _MODEL = {
     "path": None, "tokenizer": None, "dtype": "auto", "device": "auto", "lora": None, "max_length": None, "gradient_checkpointing": False,
     "revision": None, "trust_remote_code": False, "threads": "auto", "seed": 0,
 }  # fmt: skip
-_RUNNING = ("token_budget", "autocast")
+_SECTIONS = ("model", "actor", "resource", "token_budget", "autocast")
+_DISPATCH = ("dp", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class GroupSpec:
         dispatch_mode: str | None,
     ) -> GroupSpec | None:  # None: it names no model
         """A group of a configuration; raises ConfigError with the nearest known key."""
-        actor = dict(given.get("actor") or {})
+        actor = given.get("actor") or {}
+        unknown = [k for k in given if k not in _SECTIONS and ("actor" in given or k not in ActorConfig.__dataclass_fields__)] if given.get("model") or "actor" in given else []
+        if unknown:
+            raise ConfigError(f"config_dict.{unknown[0]} is not known{nearest(unknown[0], _SECTIONS)}")
         model = dict(given.get("model") or actor.get("model") or {})
         for key in model:
             if key not in _MODEL:
@@ -65,11 +70,17 @@ class GroupSpec:
             return None
         if not model.get("path"):
             raise ConfigError("model.path: a group needs a model: a folder, or a Hub id")
-        budget = given.get("token_budget") or actor.get("ppo_max_token_len_per_gpu") or 4096
-        size = world_size or int((given.get("resource") or {}).get("world_size", 1))
-        if size < 1:
-            raise ConfigError(f"world_size must be 1 or more, not {size}")
-        return cls({**_MODEL, **model}, size, dispatch_mode or "dp", int(budget), str(given.get("autocast") or "none"))
+        size = world_size if world_size is not None else (given.get("resource") or {}).get("world_size", 1)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"world_size must be a number of processes, 1 or more, not {size!r}")
+        if dispatch_mode not in (None, *_DISPATCH):
+            raise ConfigError(f"dispatch_mode {dispatch_mode!r} is not known{nearest(str(dispatch_mode), _DISPATCH)}")
+        return cls({**_MODEL, **model}, size, dispatch_mode or "dp", token_budget(given) or 4096, str(given.get("autocast") or "none"))
+
+    def differs(self, other: GroupSpec) -> str:
+        """What another has otherwise, for a message; empty where nothing is."""
+        mine, theirs = ({**{f"model.{k}": v for k, v in x.model.items()}, **{k: v for k, v in vars(x).items() if k != "model"}} for x in (self, other))
+        return ", ".join(f"{k} {theirs[k]!r}, not {mine[k]!r}" for k in mine if mine[k] != theirs[k])
 
     def make(
         self,
@@ -86,34 +97,49 @@ class GroupSpec:
 
         return WorkerGroup(path, self.world_size, tokenizer=tokenizer, **m, token_budget=self.token_budget, autocast=self.autocast, dispatch_mode=self.dispatch_mode, log_dir=logs)
 
-
-def actor_part(
-    given: Mapping[str, Any],  # config_dict
-) -> dict[str, Any]:
-    """What of a configuration says how to learn."""
-    actor = given.get("actor")
-    rest = dict(actor) if actor is not None else {k: v for k, v in given.items() if k not in ("model", "resource", *_RUNNING)}
-    return {k: v for k, v in rest.items() if k not in ("model", "ppo_max_token_len_per_gpu")}
-
 # %% ../../nbs/80_serve.nextrainer.ipynb #52ade04a
+STATUS: tuple[tuple[type[BaseException], int], ...] = ((WireError, 400), (ConfigError, 400), (DataError, 400), (CheckpointError, 409), (NonFiniteError, 422), (NexRLError, 500), (OSError, 507))
+
+
+def error_record(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body that tell of an error."""
+    status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
+    ours = isinstance(error, NexRLError)
+    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    return status, {"error": {"type": type(error).__name__ if ours else "BackendError", "message": text[:8000]}}
+
+# %% ../../nbs/80_serve.nextrainer.ipynb #8485f998
+Answer = tuple[int, Any]  # status, and value or error record
+
+
 @dataclass
 class Call:
     """A call and, in time, its answer."""
 
     digest: bytes  # of what was asked
-    future: Future[Any]
+    future: Future[Answer]
+
+
+def _bytes(value: Any) -> int:
+    """About how much memory an answer takes."""
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes, value))
+    return int(getattr(value, "nbytes", 64))
 
 
 class Group:
     """A model, its queue, and its last answers."""
 
-    KEPT = 64  # answers
+    KEPT, KEPT_BYTES = 64, 256 << 20  # answers, and bytes of them
 
     def __init__(self, identifier: str, role: str, spec: GroupSpec, logs: Path):
         self.identifier, self.role, self.spec, self.logs = identifier, role, spec, logs
         self.service: InProcessTrainService | None = None
         self.actor: dict[str, Any] = {}
         self.state, self.cause = "registered", ""  # registered, loading, ready, failed, closed
+        self.stopping = threading.Event()  # set: what can be left off is
         self._queue = ThreadPoolExecutor(1, thread_name_prefix=f"group-{identifier}")
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._lock, self.pending = threading.Lock(), 0
@@ -123,7 +149,7 @@ class Group:
         ident: str,  # of the call
         digest: bytes,
         work: Callable[[], Any],
-    ) -> Future[Any]:
+    ) -> Future[Answer]:
         """Put a call in line, or find it there already."""
         with self._lock:
             known = self._calls.get(ident)
@@ -139,18 +165,27 @@ class Group:
             self._trim()
             return future
 
-    def _run(self, work: Callable[[], Any]) -> Any:
+    def _run(self, work: Callable[[], Any]) -> Answer:
+        """A call's answer; of an error no more is kept than what is told."""
         try:
-            return work()
+            return 200, work()
+        except Exception as e:  # noqa: BLE001 - every error is an answer
+            return error_record(e)
         finally:
-            self.pending -= 1
+            with self._lock:
+                self.pending -= 1
 
     def _trim(self) -> None:
-        done = [i for i, c in self._calls.items() if c.future.done()]
-        for ident in done[: max(0, len(done) - self.KEPT)]:
+        """Forget old answers, but not the newest few, which clients may still be asking for."""
+        done = {i: _bytes(c.future.result()[1]) for i, c in self._calls.items() if c.future.done() and not c.future.cancelled()}
+        total = sum(done.values())
+        for ident in list(done)[: -self.KEPT // 8]:
+            if len(done) <= self.KEPT and total <= self.KEPT_BYTES:
+                break
+            total -= done.pop(ident)
             del self._calls[ident]
 
-    def find(self, ident: str) -> Future[Any] | None:
+    def find(self, ident: str) -> Future[Answer] | None:
         """The answer of a call."""
         with self._lock:
             return self._calls[ident].future if ident in self._calls else None
@@ -160,13 +195,23 @@ class Group:
         if self.service is None:
             self.state = "loading"
             try:
-                self.service = InProcessTrainService(self.spec.make(self.logs))
-                self.configure()
+                made = InProcessTrainService(self.spec.make(self.logs))
             except BaseException as e:
                 self.state, self.cause = "failed", str(e)
                 raise
-            self.state, self.cause = "ready", ""
+            self._take(made)
         return self.info()
+
+    def _take(self, made: InProcessTrainService) -> None:
+        """Have a model that was made; it is let go where the group was deregistered meanwhile."""
+        with self._lock:
+            gone = self.state == "closed"
+            self.service = None if gone else made
+        if gone:
+            made.backend.close()
+            raise BackendError(f"group {self.identifier!r} was deregistered while its model was loading")
+        self.configure()
+        self.state, self.cause = "ready", ""
 
     def configure(self) -> None:
         """Tell the model how to learn."""
@@ -180,17 +225,27 @@ class Group:
             raise BackendError(f"group {self.identifier!r} has no model{why}")
         return self.service
 
+    def look(self) -> str:
+        """Its state, after a look at its processes."""
+        health = getattr(getattr(self.service, "backend", None), "health", None)
+        if self.state == "ready" and health is not None and (found := health()).get("status") != "ok":
+            self.state, self.cause = "failed", str(found.get("error", "its processes have ended"))
+        return self.state
+
     def info(self) -> dict[str, Any]:
         """What it is, at once, whatever it is doing."""
+        self.look()
         known = self.service.worker_info() if self.service is not None else {"role": self.role, "world_size": self.spec.world_size}
         return {**known, "role": self.role, "identifier": self.identifier, "model": Path(str(self.spec.model["path"])).name, "state": self.state, "pending": self.pending, **({"cause": self.cause} if self.cause else {})}
 
     def close(self) -> None:
         """End its processes; what waits in line is answered with an error."""
-        self.state = "closed"
+        with self._lock:
+            self.state, service = "closed", self.service
+        self.stopping.set()
         self._queue.shutdown(wait=False, cancel_futures=True)
-        if self.service is not None:
-            self.service.backend.close()
+        if service is not None:
+            service.backend.close()
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #84898e9b
 @dataclass
@@ -201,7 +256,9 @@ class TrainService:
     remote_roots: tuple[str, ...] = ()  # beginnings of URLs that checkpoints may be copied to and read from
     trust_remote_code: bool = False  # whether a client may load a model with code of its own
     max_groups: int = 16
+    listens_elsewhere: bool = False  # whether groups may send weights from an address that is not this machine's own
     groups: dict[str, Group] = field(default_factory=dict)
+    _ended: list[Group] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -235,7 +292,8 @@ class TrainService:
         """A folder below the root, or a URL that is allowed."""
         if "://" not in path:
             return str(self.inside(path))
-        if not any(path.startswith(allowed) for allowed in self.remote_roots) or ".." in path.split("/"):
+        below = any(path.startswith(f"{allowed.rstrip('/')}/") for allowed in self.remote_roots)
+        if not below or ".." in path.split("/") or "::" in path or "\0" in path:
             raise ConfigError(f"{path!r}: this service copies to and from {', '.join(self.remote_roots) or 'no place but its own root'}; start it with --remote-root for another")
         return path
 
@@ -246,12 +304,15 @@ class TrainService:
         with self._lock:
             name = identifier or (next(iter(self.groups)) if len(self.groups) == 1 else "default")
             known = self.groups.get(name)
+            if spec is None and known is None:
+                raise ConfigError(f"there is no group {name!r} yet, and config_dict names no model for one: give model.path (or actor.model.path)")
             if spec is None:
                 return self._configured(self.group(identifier), given)
             if spec.model["trust_remote_code"] and not self.trust_remote_code:
                 raise ConfigError("model.trust_remote_code: this service loads no model with code of its own; start it with --trust-remote-code to allow that")
             if known is not None and (known.spec != spec or known.role != role):
-                raise ConfigError(f"group {name!r} is there already with another model, role or size; deregister it first, or take another identifier")
+                how = known.spec.differs(spec) or f"role {role!r}, not {known.role!r}"
+                raise ConfigError(f"group {name!r} is there already, and this asks for {how}; deregister it first, take another identifier, or leave the model out to use it as it is")
             if known is None:
                 self._check_new(name, spec)
                 known = self.groups[name] = Group(name, role, spec, self.root / "logs" / name)
@@ -266,8 +327,6 @@ class TrainService:
     def _configured(self, group: Group, given: Mapping[str, Any]) -> Group:
         part = actor_part(given)
         if part:
-            from nexrl_sdk.backend.service import read_actor
-
             read_actor(part)  # refused before anything is changed
             group.actor = part
         return group
@@ -277,8 +336,19 @@ class TrainService:
         with self._lock:
             group = self.group(identifier)
             del self.groups[group.identifier]
+            self._ended = [g for g in self._ended if g.pending] + [group]
         group.close()
         return group
+
+    def wait(
+        self,
+        timeout: float,  # seconds
+    ) -> list[str]:  # groups that compute still
+        """Wait until the groups that were ended have left off computing."""
+        deadline = time.monotonic() + timeout
+        while (busy := [g.identifier for g in self._ended if g.pending]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return busy
 
     def close(self) -> None:
         """End every group."""
@@ -287,6 +357,9 @@ class TrainService:
                 self.remove(name)
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #1b4da0d7
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
 def _initialize(service: TrainService, identifier: str | None, a: dict[str, Any]) -> tuple[Group, Callable[[], Any]]:
     if a.get("zmq_base_port") is not None:
         raise ConfigError(f"zmq_base_port={a['zmq_base_port']}: the processes of a group speak over sockets that they choose themselves; leave it out")
@@ -309,10 +382,16 @@ def _plain(name: str) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
 
     def do(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
         method = getattr(group.ready(), name)
-        known = inspect.signature(method).parameters
+        signature = inspect.signature(method)
         for key in a:
-            if key not in known or key == "stop_flag":
-                raise ConfigError(f"{name} takes no {key!r}{nearest(key, known)}")
+            if key not in signature.parameters or key == "stop_flag":
+                raise ConfigError(f"{name} takes no {key!r}{nearest(key, signature.parameters)}")
+        try:
+            signature.bind(**a)
+        except TypeError as e:
+            raise ConfigError(f"{name}: {e}") from e
+        if not all(isinstance(d, Datum) for d in a.get("datums", [])):
+            raise DataError(f"{name}: datums is a list of datums (tokens, targets, fields)")
         return method(**a)
 
     return do
@@ -341,11 +420,22 @@ def _optim_step(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
 
 
 def _update(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
-    return group.ready().update_actor(_batch(a))
+    return group.ready().update_actor(_batch(a), stop_flag=group.stopping)
 
 
 def _log_prob(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
     return group.ready().compute_log_prob(_batch(a), bool(a.get("reference", False)))
+
+
+def _broadcast(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
+    """Weights are sent from a socket that the client names: on this machine only, where anyone may ask."""
+    spec = a.get("spec")
+    if not isinstance(spec, Mapping):
+        raise ConfigError(f"broadcast_weights: spec must be a mapping, not {type(spec).__name__}")
+    host = str(spec.get("host", "127.0.0.1"))
+    if host not in LOOPBACK and not service.listens_elsewhere:
+        raise ConfigError(f"spec.host {host!r}: a service without a key sends weights on 127.0.0.1 alone; start it with a key (NEXRL_TRAIN_KEY)")
+    return group.ready().broadcast_weights(spec)
 
 
 def _batch(a: dict[str, Any]) -> Mapping[str, Any]:
@@ -373,21 +463,12 @@ CALLS: dict[str, Callable[[TrainService, Group, dict[str, Any]], Any]] = {
     "load_checkpoint": _paths("load_checkpoint", "path"),
     "convert_checkpoint_to_huggingface": _paths("convert_checkpoint_to_huggingface", "path", "target"),
     "export_weights": _paths("export_weights", "path"),
-    "broadcast_weights": _plain("broadcast_weights"),
+    "broadcast_weights": _broadcast,
 }
 assert {*CALLS, "initialize_worker", "deregister", "shutdown"} == {*MUTATING, *READING}
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #acf9fd14
-STATUS: tuple[tuple[type[BaseException], int], ...] = ((WireError, 400), (ConfigError, 400), (DataError, 400), (CheckpointError, 409), (NonFiniteError, 422), (NexRLError, 500), (OSError, 507))
 BODY = 2 << 30  # bytes of one call
-
-
-def error_record(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body that tell of an error."""
-    status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
-    ours = isinstance(error, NexRLError)
-    text = str(error) if ours else f"{type(error).__name__}: {error}"
-    return status, {"error": {"type": type(error).__name__ if ours else "BackendError", "message": text[:8000]}}
 
 
 class Refused(Exception):
@@ -398,20 +479,28 @@ class Refused(Exception):
         self.status = status
 
 
+STALLED = 60.0  # seconds without a byte of a body
+
+
 async def read_body(
     request: Any,  # of starlette
     limit: int,  # bytes
 ) -> bytearray:
     """The body, no longer than allowed."""
     announced = request.headers.get("content-length", "0")
-    if not announced.isdecimal() or int(announced) > limit:
+    if not announced.isdecimal() or int(announced[:20]) > limit:
         raise Refused(413, f"a body may be {limit:,} bytes long; this one is {announced[:20]}")
-    body = bytearray()
-    async for piece in request.stream():
+    body, stream = bytearray(), request.stream()
+    while True:
+        try:
+            piece = await asyncio.wait_for(anext(stream, None), STALLED)
+        except TimeoutError:
+            raise Refused(408, f"nothing of the body came for {STALLED:g} s") from None
+        if piece is None:
+            return body
         if len(body) + len(piece) > limit:
             raise Refused(413, f"a body may be {limit:,} bytes long; this one is longer")
         body += piece
-    return body
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #459be739
 class Endpoints:
@@ -419,36 +508,41 @@ class Endpoints:
 
     def __init__(self, service: TrainService, key: str | None, max_body: int, stop: Callable[[], None]):
         self.service, self.key, self.max_body, self.stop = service, key, max_body, stop
-        self.parts = Parts(limit=2 * max_body)
+        self.parts = Parts(limit=2 * max_body, largest=max_body)
+        self._endings: OrderedDict[str, asyncio.Task[dict[str, Any]]] = OrderedDict()
         self._log = logging.getLogger(__name__)
 
-    def check_key(self, request: Any) -> None:
-        """Raise Refused without the key."""
+    def check(self, request: Any) -> None:
+        """Raise Refused for a request without the key, or from a page in a browser."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused(401, "the key is missing or wrong: send `Authorization: Bearer KEY` (clients take it from NEXRL_TRAIN_KEY)")
+        if "origin" in request.headers:
+            raise Refused(403, "this service answers programs, not pages in a browser")
 
     def answer(self, value: Any, kind: str, status: int = 200) -> Any:
         """A value as a response."""
         from starlette.responses import Response
 
-        return Response(to_body(value, kind), status, media_type=kind)
+        return Response(value if isinstance(value, bytes) else to_body(value, kind), status, media_type=kind)
 
     async def safely(self, request: Any, work: Callable[[str], Any]) -> Any:
         """What `work` answers, or the error that it raised as a response."""
         kind = request.headers.get("content-type", JSON).split(";")[0].strip()
         try:
-            self.check_key(request)
+            self.check(request)
             if kind not in (SAFETENSORS, JSON, "application/octet-stream", ""):
                 raise Refused(415, f"bodies are {SAFETENSORS} or {JSON}, not {kind[:80]!r}")
             return await work(JSON if kind in (JSON, "") else SAFETENSORS)
         except Refused as e:
             return self.answer({"error": {"type": "ConfigError", "message": str(e)}}, JSON, e.status)
         except Exception as e:  # noqa: BLE001 - every error is an answer
-            status, record = error_record(e)
-            if status >= 500:
-                self._log.warning("%s: %s", request.url.path, record["error"]["message"])
-            return self.answer(record, JSON, status)
+            return self._error(request.url.path, *error_record(e))
+
+    def _error(self, path: str, status: int, record: Any) -> Any:
+        if status >= 500:
+            self._log.warning("%s: %s", path, record["error"]["message"])
+        return self.answer(record, JSON, status)
 
     async def ask(self, request: Any) -> Any:
         """GET: health, worker_info, get_models."""
@@ -456,7 +550,7 @@ class Endpoints:
         async def work(kind: str) -> Any:
             name, groups = request.url.path.strip("/"), self.service.groups
             if name == "health":
-                return self.answer({"status": "ok", "groups": {k: g.state for k, g in list(groups.items())}}, kind)
+                return self.answer({"status": "ok", "groups": {k: g.look() for k, g in list(groups.items())}}, kind)
             if name == "get_models":
                 return self.answer({k: g.info() for k, g in list(groups.items())}, kind)
             return self.answer(self.service.group(request.query_params.get("identifier")).info(), kind)
@@ -468,48 +562,50 @@ class Endpoints:
 
         async def work(kind: str) -> Any:
             name, identifier = request.url.path.strip("/"), request.query_params.get("identifier")
+            ident = request.headers.get("x-request-id") or uuid.uuid4().hex
             body = await read_body(request, self.max_body)
-            if "x-part" in request.headers:
-                whole = self.parts.add(request.headers["x-part"], bytes(body))
+            if (mark := request.headers.get("x-part")) is not None:
+                known = self._known(identifier, ident)  # its last part came again, because the answer was lost
+                if known is not None:
+                    return await self._await(known, request, kind, ident)
+                whole = await asyncio.to_thread(self.parts.add, mark, body)
                 if whole is None:
-                    return self.answer({"received": len(body)}, kind)
+                    return self.answer({"received": len(body)}, kind, 206)
                 body = bytearray(whole)
-            digest = hashlib.sha256(name.encode() + b"\0" + body).digest()
-            ident = request.headers.get("x-request-id") or f"{time.monotonic_ns()}"
             if name in ("deregister", "shutdown"):
-                return self.answer(await self._end(name, identifier), kind)
-            arguments = await asyncio.to_thread(from_body, body, kind)
-            if not isinstance(arguments, dict):
-                raise DataError("the body is a mapping of arguments")
-            future = self._submit(name, identifier, ident, digest, arguments)
-            return await self._await(future, request, kind, ident)
+                return self.answer(await self._end(name, identifier, ident), kind)
+            digest, arguments = await asyncio.to_thread(_read, name, body, kind)
+            return await self._await(self._submit(name, identifier, ident, digest, arguments), request, kind, ident)
 
         return await self.safely(request, work)
 
-    def _submit(self, name: str, identifier: str | None, ident: str, digest: bytes, arguments: dict[str, Any]) -> Future[Any]:
+    def _known(self, identifier: str | None, ident: str) -> Future[Answer] | None:
+        with contextlib.suppress(ConfigError):
+            return self.service.group(identifier).find(ident)
+        return None
+
+    def _submit(self, name: str, identifier: str | None, ident: str, digest: bytes, arguments: dict[str, Any]) -> Future[Answer]:
         if name == "initialize_worker":
             group, do = _initialize(self.service, identifier, arguments)
             return group.submit(ident, digest, do)
         group = self.service.group(identifier)
         return group.submit(ident, digest, lambda: CALLS[name](self.service, group, arguments))
 
-    async def _await(self, future: Future[Any], request: Any, kind: str, ident: str) -> Any:
+    async def _await(self, future: Future[Answer], request: Any, kind: str, ident: str) -> Any:
         """The answer, or 202 where it takes longer than the client waits in one request."""
         try:
             wait = float(request.headers.get("x-wait", 3600))
         except ValueError:
             raise DataError("x-wait is a number of seconds") from None
-        try:
-            value = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), max(0.0, min(wait, 3600.0)))
-        except TimeoutError:
-            if not future.done():
-                return self.answer({"status": "running", "request_id": ident}, kind, 202)
-            value = future.result()
-        except asyncio.CancelledError:
-            if future.cancelled():
-                raise BackendError("the group was deregistered before this call's turn came") from None
-            raise
-        return self.answer(value, kind)
+        await asyncio.wait([asyncio.wrap_future(future)], timeout=max(0.0, min(wait, 3600.0)))
+        if not future.done():
+            return self.answer({"status": "running", "request_id": ident}, kind, 202)
+        if future.cancelled():
+            raise BackendError("the group was deregistered before this call's turn came")
+        status, value = future.result()
+        if status != 200:
+            return self._error(request.url.path, status, value)
+        return self.answer(await asyncio.to_thread(to_body, value, kind), kind)
 
     async def result(self, request: Any) -> Any:
         """GET /result/ID."""
@@ -524,12 +620,28 @@ class Endpoints:
 
         return await self.safely(request, work)
 
-    async def _end(self, name: str, identifier: str | None) -> dict[str, Any]:
-        if name == "deregister":
-            group = await asyncio.to_thread(self.service.remove, identifier)
-            return {"deregistered": group.identifier}
-        self.stop()
-        return {"status": "stopping"}
+    async def _end(self, name: str, identifier: str | None, ident: str) -> dict[str, Any]:
+        """End a group, once for each id, or the service."""
+        if name == "shutdown":
+            self.stop()
+            return {"status": "stopping"}
+        if ident not in self._endings:
+            self._endings[ident] = asyncio.create_task(self._deregister(identifier))
+            while len(self._endings) > 64:
+                self._endings.popitem(last=False)
+        return await asyncio.shield(self._endings[ident])
+
+    async def _deregister(self, identifier: str | None) -> dict[str, Any]:
+        group = await asyncio.to_thread(self.service.remove, identifier)
+        return {"deregistered": group.identifier}
+
+
+def _read(name: str, body: bytearray, kind: str) -> tuple[bytes, dict[str, Any]]:
+    """A call's fingerprint and its arguments."""
+    arguments = from_body(body, kind)
+    if not isinstance(arguments, dict):
+        raise DataError("the body is a mapping of arguments")
+    return hashlib.sha256(name.encode() + b"\0" + body).digest(), arguments
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #d59e33db
 def create_app(
@@ -542,6 +654,7 @@ def create_app(
     """The service as an application."""
     from fastapi import FastAPI
 
+    service.listens_elsewhere = key is not None
     ends = Endpoints(service, key, max_body, stop)
 
     @contextlib.asynccontextmanager
@@ -556,9 +669,6 @@ def create_app(
         app.add_route(f"/{name}", ends.ask, methods=["GET"])
     app.add_route("/result/{ident}", ends.result, methods=["GET"])
     return app
-
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve_train(
@@ -580,7 +690,8 @@ def serve_train(
     server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5))
     threading.Thread(target=_announce, args=(server, host, started), name="nexrl-announce", daemon=True).start()
     try:
-        server.run()
+        with contextlib.suppress(SystemExit):  # uvicorn's word for a port that is taken
+            server.run()
     finally:
         service.close()
     if not server.started:
