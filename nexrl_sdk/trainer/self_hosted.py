@@ -24,8 +24,8 @@ from .base import BaseTrainer, _get
 from ..types import Batch, ConfigError, DataError, EvaluatorError, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['SUPERVISED', 'DISTILLATION', 'preset_of', 'loss_settings', 'actor_config', 'service_sections', 'make_client',
-           'worker_config', 'SelfHostedTrainer']
+__all__ = ['SUPERVISED', 'DISTILLATION', 'preset_of', 'loss_settings', 'check_whole', 'actor_config', 'service_sections',
+           'make_client', 'worker_config', 'SelfHostedTrainer']
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #3a59e2f9
 SUPERVISED = Preset("grpo", "cross_entropy", {}, "token-mean", source="supervised learning; there are no advantages")
@@ -67,12 +67,23 @@ def loss_settings(
     return loss_fn, config, _get(algorithm, "loss_agg_mode", preset.loss_agg_mode)
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #f31796ee
+def check_whole(
+    worker: Any,  # the recipe's rollout_worker section
+) -> None:
+    """Raise ConfigError where answers are drawn from less than the whole distribution, and the recipe does not say that this is wanted."""
+    cut = [k for k, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if _get(worker, k, off) != off]
+    if cut and not _get(worker, "allow_truncated_sampling", False):
+        raise ConfigError(f"rollout_worker.{cut[0]}={_get(worker, cut[0])} leaves out tokens, so that answers are of another distribution than the one that is trained; leave it out, or set rollout_worker.allow_truncated_sampling to true")
+
+# %% ../../nbs/71_trainer.self_hosted.ipynb #5fe10451
 def actor_config(
     config: Any,  # a trainer's configuration: `algorithm`, `optim`, `rollout_worker` sections and total_train_steps
 ) -> ActorConfig:
     """What the training service is told."""
     algorithm, optim, worker = _get(config, "algorithm", {}), _get(config, "optim", {}), _get(config, "rollout_worker", {})
     loss_fn, loss_config, agg = loss_settings(algorithm)
+    if loss_fn != "cross_entropy":
+        check_whole(worker)
     temperature = float(_get(worker, "temperature", 1.0))
     if temperature not in (0.0, 1.0) and loss_fn != "cross_entropy":
         loss_config["temperature"] = temperature

@@ -181,3 +181,14 @@ def test_documented_run_and_stop():
 
 def test_every_error_is_one_of_ours():
     assert all(issubclass(e, NexRLError) for e in (BackendError, CheckpointError, ConfigError, DataError, EvaluatorError))
+
+
+def test_a_truncated_distribution_is_refused_in_a_cell_too():
+    from nexrl_sdk import Recipe, Trainer
+    from nexrl_sdk.types import ConfigError
+
+    recipe = Recipe.load("recipes/reverse", ["rollout_worker.top_p=0.9"])
+    with pytest.raises(ConfigError, match=r"rollout_worker\.top_p=0\.9 leaves out tokens"):
+        Trainer(recipe)
+    with Trainer(recipe.override("rollout_worker.allow_truncated_sampling=true")) as trainer:
+        assert trainer.rollout(1)
