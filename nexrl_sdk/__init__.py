@@ -30,6 +30,7 @@ _exports: dict[str, str] = {
     "SelfHostedGrpoTrainer": "trainer.grpo",
     "SelfHostedCrossEntropyTrainer": "trainer.cross_entropy",
     "SelfHostedOpdTrainer": "trainer.opd",
+    "RemoteApiTrainer": "trainer.remote",
     "Run": "run.store",
     "run_recipe": "launch.runner",
 }

@@ -179,6 +179,7 @@ def scored(
     given: Sequence[Mapping[str, Any] | None] | None,  # vLLM's prompt_logprobs: a position's tokens, by name
     temperature: float = 1.0,  # other than 1: every token of the vocabulary must be there
 ) -> list[float]:  # NaN first
+    """Logprobs of a prompt's tokens, NaN first; raises BackendError where the server gave fewer."""
     if given is None or len(given) != len(prompt):
         raise BackendError("the server returned no logprobs of the prompt")
     scores = [math.nan]

@@ -178,7 +178,7 @@ def check_clipping(recipe: Recipe) -> Iterator[Finding]:
     """Whether the loss has a use for the clip ratios that are given."""
     a = recipe.config.algorithm
     given = [k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if a[k] is not None]
-    loss = a.loss_fn or {"rloo": "importance_sampling", "cross_entropy": "cross_entropy", "gspo": "gspo"}.get(a.type)
+    loss = a.loss_fn or {"rloo": "importance_sampling", "opd": "importance_sampling", "cross_entropy": "cross_entropy", "gspo": "gspo"}.get(a.type)
     if given and loss in UNCLIPPED:
         yield _error(f"algorithm.{given[0]}", f"the loss {loss!r} of {a.type} does not clip; leave it out, or set it to null")
     if given and loss == "gspo" and min(a[k] for k in given) >= 0.05:

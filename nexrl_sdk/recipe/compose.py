@@ -468,6 +468,8 @@ def _train_service(out: Respelt) -> None:
     for name in ("teacher_service", "reference_service"):
         for old, new in (("model_tag", "identifier"), ("resource.world_size", "world_size"), ("actor.model.path", "path"), ("actor.model.builder", "builder")):
             _move(out, f"service.{name}.{old}", f"service.{name}.{new}")
+        if isinstance(get_path(out.values, f"service.{name}"), dict) and get_path(out.values, f"service.{name}.identifier") is None:
+            set_path(out.values, f"service.{name}.identifier", name.removesuffix("_service"))
     engine = get_path(out.values, "service.inference_service.backend")
     if engine in ("sglang", "openai-compatible"):
         set_path(out.values, "service.inference_service.backend", "openai")

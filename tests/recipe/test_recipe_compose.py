@@ -164,6 +164,8 @@ def test_named_services_go_to_their_roles():
     assert (student.backend, student.url, student.identifier, student.world_size, student.role) == ("http", "http://x:1", "student", 8, "actor")
     assert (teacher.backend, teacher.identifier, teacher.world_size, teacher.path, teacher.role) == ("http", "teacher_service", 4, "t", "teacher")
     assert c.service.inference_service.backend == "openai"
+    flat = Recipe.from_dict({**BASE, "service": {"teacher_service": {"path": "t"}}}).config.service
+    assert (flat.train_service.identifier, flat.teacher_service.identifier) == ("policy", "teacher")
     assert Recipe.from_dict({**BASE, "train_service": {"backend": "nextrainer"}}).config.service.inference_service.backend == "vllm"
 
 
