@@ -152,7 +152,7 @@ class Caller:
 
         within = tenacity.stop_after_delay(max(0.0, deadline - time.monotonic())) | tenacity.stop_after_attempt(self.retries + 1)
         try:
-            return tenacity.Retrying(stop=within, wait=tenacity.wait_exponential_jitter(0.1, 5.0), retry=tenacity.retry_if_exception_type(httpx.TransportError), reraise=True)(once)
+            return tenacity.Retrying(stop=within, wait=tenacity.wait_exponential_jitter(0.1, 5.0, jitter=0.2), retry=tenacity.retry_if_exception_type(httpx.TransportError), reraise=True)(once)
         except httpx.TransportError as e:
             why = "in time" if isinstance(e, httpx.TimeoutException) else f"({type(e).__name__}: {e or 'connection lost'})"
             raise BackendError(f"the training service {self.base_url} does not answer {path} {why}. Is it running? Its log says why it ended") from e

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..backend.base import Backend
 from ..backend.http import ASKING, JSON, MUTATING, READING, SAFETENSORS, from_body, to_body
-from ..backend.service import ActorConfig, InProcessTrainService, actor_part, check_role, read_actor, read_settings, token_budget
+from ..backend.service import InProcessTrainService, actor_part, check_role, read_actor, read_settings, token_budget
 from ..types import AdamParams, BackendError, CheckpointError, ConfigError, DataError, Datum, NexRLError, NonFiniteError, nearest
 from ..wire import Parts, WireError
 
@@ -59,8 +59,8 @@ class GroupSpec:
     ) -> GroupSpec | None:  # None: it names no model
         """A group of a configuration; raises ConfigError with the nearest known key."""
         actor = given.get("actor") or {}
-        unknown = [k for k in given if k not in _SECTIONS and ("actor" in given or k not in ActorConfig.__dataclass_fields__)] if given.get("model") or "actor" in given else []
-        if unknown:
+        unknown = [k for k in given if k not in _SECTIONS]
+        if unknown and "actor" in given:  # else they are the actor's own
             raise ConfigError(f"config_dict.{unknown[0]} is not known{nearest(unknown[0], _SECTIONS)}")
         model = dict(given.get("model") or actor.get("model") or {})
         for key in model:
@@ -300,14 +300,18 @@ class TrainService:
     def register(self, identifier: str | None, given: Mapping[str, Any], role: str, world_size: int | None, dispatch_mode: str | None) -> Group:
         """A group for a configuration: a new one, or the one of that name and model."""
         check_role(role)
-        spec = GroupSpec.read(given, world_size, dispatch_mode)
+        spec, part = GroupSpec.read(given, world_size, dispatch_mode), actor_part(given)
+        read_actor(part)  # refused before anything is changed
         with self._lock:
             name = identifier or (next(iter(self.groups)) if len(self.groups) == 1 else "default")
             known = self.groups.get(name)
             if spec is None and known is None:
                 raise ConfigError(f"there is no group {name!r} yet, and config_dict names no model for one: give model.path (or actor.model.path)")
-            if spec is None:
-                return self._configured(self.group(identifier), given)
+            if known is not None and spec is None and token_budget(given) not in (None, known.spec.token_budget):
+                raise ConfigError(f"group {name!r} computes {known.spec.token_budget} tokens at once, not {token_budget(given)}; that is set with its model: deregister it first, or leave token_budget out")
+            if known is not None and spec is None:
+                return _configured(known, part)
+            assert spec is not None
             if spec.model["trust_remote_code"] and not self.trust_remote_code:
                 raise ConfigError("model.trust_remote_code: this service loads no model with code of its own; start it with --trust-remote-code to allow that")
             if known is not None and (known.spec != spec or known.role != role):
@@ -316,20 +320,13 @@ class TrainService:
             if known is None:
                 self._check_new(name, spec)
                 known = self.groups[name] = Group(name, role, spec, self.root / "logs" / name)
-            return self._configured(known, given)
+            return _configured(known, part)
 
     def _check_new(self, name: str, spec: GroupSpec) -> None:
         if not name or len(name) > 100 or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
             raise ConfigError(f"an identifier is letters, digits, '.', '_' and '-', not {name[:120]!r}")
         if len(self.groups) >= self.max_groups:
             raise ConfigError(f"there are {len(self.groups)} groups, as many as this service takes; deregister one")
-
-    def _configured(self, group: Group, given: Mapping[str, Any]) -> Group:
-        part = actor_part(given)
-        if part:
-            read_actor(part)  # refused before anything is changed
-            group.actor = part
-        return group
 
     def remove(self, identifier: str | None) -> Group:
         """End a group, whatever it is doing."""
@@ -358,6 +355,12 @@ class TrainService:
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #1b4da0d7
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _configured(group: Group, part: dict[str, Any]) -> Group:
+    """The group, told how to learn where that was said."""
+    group.actor = part or group.actor
+    return group
 
 
 def _initialize(service: TrainService, identifier: str | None, a: dict[str, Any]) -> tuple[Group, Callable[[], Any]]:
@@ -641,7 +644,9 @@ def _read(name: str, body: bytearray, kind: str) -> tuple[bytes, dict[str, Any]]
     arguments = from_body(body, kind)
     if not isinstance(arguments, dict):
         raise DataError("the body is a mapping of arguments")
-    return hashlib.sha256(name.encode() + b"\0" + body).digest(), arguments
+    digest = hashlib.sha256(name.encode() + b"\0")
+    digest.update(body)
+    return digest.digest(), arguments
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #d59e33db
 def create_app(
