@@ -281,11 +281,18 @@ def train(
     from nexrl_sdk.serve.nextrainer import TrainService, serve_train
 
     service = TrainService(root, tuple(remote_root or ()), trust_remote_code)
-    if model is not None:
-        group = service.register(identifier, {"model": {"path": model, "trust_remote_code": trust_remote_code}}, role, world_size, None)
-        group.submit("at the start", b"", group.load)
-    with stoppable():
+    try:
+        if model is not None:
+            typer.echo(f"loading {model}")
+            service.register(identifier, {"model": {"path": model, "trust_remote_code": trust_remote_code}}, role, world_size, None).load()
         serve_train(service, host=host, port=port, key=os.environ.get("NEXRL_TRAIN_KEY"), max_body=max_body_mb << 20, started=lambda url: typer.echo(f"training service on {url}, writing to {_relative(service.root)}"))
+    except KeyboardInterrupt:  # how a service is ended
+        typer.echo("ended")
+    finally:
+        service.close()
+    if busy := service.wait(10.0):
+        typer.echo(f"{', '.join(busy)} was still computing", err=True)
+        os._exit(1)  # its thread would keep this process
 
 # %% ../../nbs/95_launch.cli.ipynb #444c2e33
 def exit_code(

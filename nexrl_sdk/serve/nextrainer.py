@@ -538,7 +538,9 @@ class Endpoints:
                 raise Refused(415, f"bodies are {SAFETENSORS} or {JSON}, not {kind[:80]!r}")
             return await work(JSON if kind in (JSON, "") else SAFETENSORS)
         except Refused as e:
-            return self.answer({"error": {"type": "ConfigError", "message": str(e)}}, JSON, e.status)
+            response = self.answer({"error": {"type": "ConfigError", "message": str(e)}}, JSON, e.status)
+            response.headers["connection"] = "close"  # the rest of its body is not read
+            return response
         except Exception as e:  # noqa: BLE001 - every error is an answer
             return self._error(request.url.path, *error_record(e))
 
