@@ -493,17 +493,17 @@ async def read_body(
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced[:20]) > limit:
         raise Refused(413, f"a body may be {limit:,} bytes long; this one is {announced[:20]}")
-    body, stream = bytearray(), request.stream()
-    while True:
-        try:
-            piece = await asyncio.wait_for(anext(stream, None), STALLED)
-        except TimeoutError:
-            raise Refused(408, f"nothing of the body came for {STALLED:g} s") from None
-        if piece is None:
-            return body
-        if len(body) + len(piece) > limit:
-            raise Refused(413, f"a body may be {limit:,} bytes long; this one is longer")
-        body += piece
+    body, clock = bytearray(), asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(STALLED) as patience:
+            async for piece in request.stream():
+                if len(body) + len(piece) > limit:
+                    raise Refused(413, f"a body may be {limit:,} bytes long; this one is longer")
+                body += piece
+                patience.reschedule(clock.time() + STALLED)
+    except TimeoutError:
+        raise Refused(408, f"nothing of the body came for {STALLED:g} s") from None
+    return body
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #459be739
 class Endpoints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 from serve.service_data import ACTOR, make_batch, make_datums
 
 import nexrl_sdk.backend.http as wire_http
+import nexrl_sdk.serve.nextrainer as nextrainer
 from nexrl_sdk.backend.http import HTTPTrainServiceClient, MockTrainServiceClient, create_train_service_client
 from nexrl_sdk.backend.local import LocalBackend
 from nexrl_sdk.backend.service import TrainServiceClient
@@ -471,3 +473,12 @@ def test_the_mock_answers_as_the_service_does(make: Any) -> None:
     shapes = [v.shape for v in mock.forward(make_datums())["logprobs"]]
     assert shapes == [v.shape for v in real.forward(make_datums())["logprobs"]] and [c[0] for c in mock.calls][:2] == ["update_actor", "compute_log_prob"]
     assert set(TrainServiceClient.__abstractmethods__) <= set(dir(MockTrainServiceClient))
+
+
+def test_a_body_that_stalls_is_given_up(make: Any, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nextrainer, "STALLED", 0.3)
+    at = httpx.URL(served.url)
+    with socket.create_connection((at.host, at.port), timeout=20) as s:
+        s.sendall(f"POST /publish HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in s.recv(4096)
+    assert make().publish() == {"weight_version": 1}

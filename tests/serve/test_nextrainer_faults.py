@@ -317,11 +317,16 @@ def test_what_keeps_a_service_from_starting_is_said(tmp_path: Path) -> None:
         taken.listen()
         with pytest.raises(BackendError, match=r"(?s)did not start: .*exit code 1.*is the port taken"):
             start_train_service(tmp_path / "a", port=taken.getsockname()[1])
-    with pytest.raises(BackendError, match=r"(?s)exit code 2.*there is no model folder"):
-        start_train_service(tmp_path / "b", args=["--model", str(tmp_path / "no_model")])
-    environment = {k: v for k, v in os.environ.items() if k != "NEXRL_TRAIN_KEY"}
-    done = subprocess.run([sys.executable, "-m", "nexrl_sdk.launch.cli", "serve", "train", "--host", "0.0.0.0", "--root", str(tmp_path / "c")], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "needs a key" in done.stderr
+
+
+def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from nexrl_sdk.launch.cli import main
+
+    monkeypatch.delenv("NEXRL_TRAIN_KEY", raising=False)
+    for arguments, says in [(["--host", "0.0.0.0"], "needs a key"), (["--model", str(tmp_path / "no_model")], "there is no model folder"), (["--model", "x", "--role", "critic"], "no algorithm here")]:
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "train", "--root", str(tmp_path / "root"), *arguments])
+        assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_command(tiny_qwen2: Path, tmp_path: Path) -> None:
