@@ -212,7 +212,7 @@ class HTTPTrainServiceClient(TrainServiceClient):
 
     def compute_log_prob(self, batch: Mapping[str, Any], reference: bool = False) -> dict[str, Any]:
         """Log-probabilities of a batch's tokens."""
-        needed = {**batch, "tensors": {k: v for k, v in batch["tensors"].items() if k in ("input_ids", "attention_mask", "position_ids", "loss_mask")}}
+        needed = {**batch, "tensors": {k: v for k, v in batch.get("tensors", {}).items() if k in ("input_ids", "attention_mask", "position_ids", "loss_mask")}}
         return self._caller.call("compute_log_prob", {"batch": needed, "reference": reference})
 
     def forward(self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", loss_config: Mapping[str, Any] | None = None, reference: bool = False) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class Group:
     def look(self) -> str:
         """Its state, after a look at its processes."""
         health = getattr(getattr(self.service, "backend", None), "health", None)
-        if self.state == "ready" and health is not None and (found := health()).get("status") != "ok":
+        if self.state in ("ready", "failed") and health is not None and (found := health()).get("status") != "ok":
             self.state, self.cause = "failed", str(found.get("error", "its processes have ended"))
         return self.state
 
@@ -553,14 +553,16 @@ class Endpoints:
         """GET: health, worker_info, get_models."""
 
         async def work(kind: str) -> Any:
-            name, groups = request.url.path.strip("/"), self.service.groups
-            if name == "health":
-                return self.answer({"status": "ok", "groups": {k: g.look() for k, g in list(groups.items())}}, kind)
-            if name == "get_models":
-                return self.answer({k: g.info() for k, g in list(groups.items())}, kind)
-            return self.answer(self.service.group(request.query_params.get("identifier")).info(), kind)
+            identifier = request.query_params.get("identifier")
+            return self.answer(await asyncio.to_thread(self._asked, request.url.path.strip("/"), identifier), kind)
 
         return await self.safely(request, work)
+
+    def _asked(self, name: str, identifier: str | None) -> dict[str, Any]:
+        groups = dict(self.service.groups)
+        if name == "health":
+            return {"status": "ok", "groups": {k: g.look() for k, g in groups.items()}}
+        return {k: g.info() for k, g in groups.items()} if name == "get_models" else self.service.group(identifier).info()
 
     async def call(self, request: Any) -> Any:
         """POST: a call, its answer or 202."""

@@ -265,6 +265,7 @@ def test_two_ranks_give_the_same_numbers_and_a_killed_one_ends_its_group_alone(r
         assert not thread.is_alive() and "rank 1" in errors[0] and "SIGKILL" in errors[0]
         with pytest.raises(BackendError, match="rank 1"):
             two.update_actor(make_batch())
+        assert two.health_check()["groups"] == {"policy": "ready", "two": "failed"} and "rank 1" in two.worker_info()["cause"]
         assert client.update_actor(make_batch())["meta_info"]["optimizer_steps"] == 4  # the other group never noticed
         assert gone(everyone)
         two.deregister()
