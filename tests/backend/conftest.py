@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # vLLM's attention on a CPU knows head dimensions from 32 up
-VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2560}
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,6 @@ def vllm_server(vllm_model: Callable[[int], Path], tmp_path_factory: pytest.Temp
     from nexrl_sdk.backend.vllm import VLLMServer
 
     root = tmp_path_factory.getbasetemp()
-    server = VLLMServer(vllm_model(0), dtype="float32", max_model_len=256, lora_rank=8, weights_root=root, args=["--enforce-eager"])
+    server = VLLMServer(vllm_model(0), dtype="float32", max_model_len=2560, lora_rank=8, weights_root=root, args=["--enforce-eager"])
     with server:
         yield server

@@ -24,7 +24,7 @@ def test_killed_at_work(vllm_model: Callable[..., Path]) -> None:
     from nexrl_sdk.backend.vllm import VLLMServer
 
     seen: list[float] = []
-    with VLLMServer(vllm_model(0), dtype="float32", max_model_len=256, args=["--enforce-eager"], progress=lambda s, line: seen.append(s)) as server:
+    with VLLMServer(vllm_model(0), dtype="float32", max_model_len=2560, args=["--enforce-eager"], progress=lambda s, line: seen.append(s)) as server:
         assert len(seen) > 3 and server.running and server.pid is not None
         family = [server.pid, *children(server.pid)]
         server.client().sample([PROMPT])  # the first one is slow

@@ -93,10 +93,10 @@ def test_what_can_be_asked_for(engine: Any, vllm_model: Any, byte_tokenizer: Any
     token = a[0].tokens[2]
     stopped = engine.sample([PROMPT], SamplingParams(max_tokens=6, seed=11, stop=[token]))[0][0]
     assert (stopped.tokens, stopped.finish_reason) == (a[0].tokens[: a[0].tokens.index(token) + 1], "stop")
-    long = engine.sample([[7] * 250], SamplingParams(max_tokens=100, stop=[]))[0][0]
+    long = engine.sample([[7] * 2554], SamplingParams(max_tokens=100, stop=[]))[0][0]
     assert (len(long.tokens), long.finish_reason) == (6, "length")
-    with pytest.raises(ContextOverflowError, match="256"):
-        engine.sample([[7] * 256])
+    with pytest.raises(ContextOverflowError, match="2560"):
+        engine.sample([[7] * 2560])
     with pytest.raises(ConfigError, match="2 sampling parameters for 1"):
         engine.sample([PROMPT], [SamplingParams(), SamplingParams()])
 
@@ -211,6 +211,9 @@ def test_sender_that_fails_leaves_a_server_that_takes_the_next_push(engine: Any,
     close_to(engine.logprobs([PROMPT])[0], oracle(vllm_model(0), PROMPT))
 
 
+LONG = 2400  # tokens of a completion that is still under way when something happens
+
+
 class Sampling(threading.Thread):
     """A long completion in the background."""
 
@@ -221,12 +224,12 @@ class Sampling(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.rows = self.engine.sample([PROMPT], SamplingParams(max_tokens=245, stop=[]), self.count, stop_flag=self.flag)[0]
+            self.rows = self.engine.sample([PROMPT], SamplingParams(max_tokens=LONG, stop=[]), self.count, stop_flag=self.flag)[0]
         except BaseException as e:
             self.error = e
 
     def result(self) -> list[Any]:
-        self.join(60)
+        self.join(180)
         assert not self.is_alive()
         if self.error is not None:
             raise self.error
@@ -263,9 +266,9 @@ def test_completions_go_on_over_an_update(engine: Any, vllm_server: Any, vllm_mo
     assert under_way.is_alive() and engine.health()["paused"]
     engine.resume()
     for c in under_way.result():
-        assert c.weight_version == 0 and c.weight_versions is not None and len(c.weight_versions) == 245
+        assert c.weight_version == 0 and c.weight_versions is not None and len(c.weight_versions) == LONG
         change = c.weight_versions.index(3)
-        assert c.weight_versions == [0] * change + [3] * (245 - change)
+        assert c.weight_versions == [0] * change + [3] * (LONG - change)
         both = [oracle(vllm_model(s), PROMPT + c.tokens)[6:] for s in (0, 1)]
         close_to(c.logprobs[:change], both[0][:change], 5e-4)
         close_to(c.logprobs[change:], both[1][change:], 5e-4)

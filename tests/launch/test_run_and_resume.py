@@ -96,7 +96,7 @@ def test_what_a_run_leaves(place, whole):
 
 
 def test_the_function_and_the_command_give_the_same(place, whole):
-    place.run("function", function("run_recipe", "runs/function") + "\nfrom nexrl_sdk.launch.runner import resume_run\nassert resume_run('runs/function') == {**summary, 'folder': os.path.abspath('runs/function')}")
+    place.run("function", function("run_recipe", "runs/function") + "\nfrom nexrl_sdk.launch.runner import resume_run\nassert resume_run('runs/function') == {**summary, 'folder': os.path.abspath('runs/function'), 'finished': True}")
     assert record(place.folder / "runs/function") == whole
 
 
