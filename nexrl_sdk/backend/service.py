@@ -281,6 +281,8 @@ def make_datums(
     config: ActorConfig,
 ) -> tuple[list[Datum], int]:  # those with a gradient, and how many were left out because they have none
     """A mini-batch as datums, with loss weights by the aggregation mode."""
+    if "loss_mask" not in batch.values:
+        raise DataError(f"a batch to learn from has loss_mask, 1 where the model sampled; this one has {', '.join(batch.values) or 'nothing'}")
     mask = np.asarray(batch.values["loss_mask"], dtype=np.float32)
     weights = token_weights(config.loss_agg_mode, mask, **config.agg_config)
     datums = batch.to_datums(loss_weights=weights)

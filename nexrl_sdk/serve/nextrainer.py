@@ -118,6 +118,13 @@ class Call:
 
     digest: bytes  # of what was asked
     future: Future[Answer]
+    size: int = -1  # bytes of the answer; -1: not looked at yet
+
+    def measure(self) -> int:
+        """About how much memory its answer takes."""
+        if self.size < 0:
+            self.size = _bytes(self.future.result()[1])
+        return self.size
 
 
 def _bytes(value: Any) -> int:
@@ -177,7 +184,7 @@ class Group:
 
     def _trim(self) -> None:
         """Forget old answers, but not the newest few, which clients may still be asking for."""
-        done = {i: _bytes(c.future.result()[1]) for i, c in self._calls.items() if c.future.done() and not c.future.cancelled()}
+        done = {i: c.measure() for i, c in self._calls.items() if c.future.done() and not c.future.cancelled()}
         total = sum(done.values())
         for ident in list(done)[: -self.KEPT // 8]:
             if len(done) <= self.KEPT and total <= self.KEPT_BYTES:
@@ -364,6 +371,7 @@ def _configured(group: Group, part: dict[str, Any]) -> Group:
 
 
 def _initialize(service: TrainService, identifier: str | None, a: dict[str, Any]) -> tuple[Group, Callable[[], Any]]:
+    _check_types("initialize_worker", a)
     if a.get("zmq_base_port") is not None:
         raise ConfigError(f"zmq_base_port={a['zmq_base_port']}: the processes of a group speak over sockets that they choose themselves; leave it out")
     given = a.get("config_dict")
@@ -380,17 +388,41 @@ def _initialize(service: TrainService, identifier: str | None, a: dict[str, Any]
     return group, configure
 
 
+_NUMBER = (int, float)
+_TAKES: dict[str, tuple[type, ...]] = {  # argument -> what it may be
+    **dict.fromkeys(("local_path", "path", "target", "kind", "loss_fn"), (str,)), "hdfs_path": (str, type(None)), **dict.fromkeys(("loss_config", "adam"), (Mapping, type(None))), "spec": (Mapping,),
+    **dict.fromkeys(("reference", "saved_fully_shared_ckpt", "save_weight_only", "remove_previous_ckpt", "del_local_after_load", "load_weight_only"), (bool,)),
+    "global_step": (int,), "keep_last": (int, type(None)), "datums": (list,),
+}  # fmt: skip
+
+
+_BATCH = ("batch", "tensors", "values", "metadata")  # under its name, or, as the documents send it, by itself
+_ARGUMENTS: dict[str, tuple[str, ...]] = {name: tuple(p for p in inspect.signature(getattr(InProcessTrainService, name)).parameters if p not in ("self", "stop_flag")) for name in (*MUTATING, *READING)}
+_ARGUMENTS |= {"update_actor": _BATCH, "compute_log_prob": (*_BATCH, "reference")}
+
+
+def _check_types(name: str, a: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that the call does not take, or of another type than it takes."""
+    for key, value in a.items():
+        if key not in _ARGUMENTS[name]:
+            raise ConfigError(f"{name} takes no {key!r}{nearest(key, _ARGUMENTS[name])}")
+        kinds = _TAKES.get(key, (object,))
+        if not isinstance(value, kinds):
+            raise ConfigError(f"{name}: {key} must be {' or '.join(k.__name__.replace('NoneType', 'null') for k in kinds)}, not {type(value).__name__}")
+    for key in ("loss_config", "adam"):
+        for field_name, value in (a.get(key) or {}).items():
+            if not isinstance(value, (str, *_NUMBER, type(None))):
+                raise ConfigError(f"{name}: {key}.{field_name} must be a number or text, not {type(value).__name__}")
+
+
 def _plain(name: str) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
     """A call that is the same here and in process."""
 
     def do(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
         method = getattr(group.ready(), name)
-        signature = inspect.signature(method)
-        for key in a:
-            if key not in signature.parameters or key == "stop_flag":
-                raise ConfigError(f"{name} takes no {key!r}{nearest(key, signature.parameters)}")
+        _check_types(name, a)
         try:
-            signature.bind(**a)
+            inspect.signature(method).bind(**a)
         except TypeError as e:
             raise ConfigError(f"{name}: {e}") from e
         if not all(isinstance(d, Datum) for d in a.get("datums", [])):
@@ -404,17 +436,23 @@ def _paths(name: str, *keys: str) -> Callable[[TrainService, Group, dict[str, An
     """A call some of whose arguments are places."""
 
     def do(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
-        for key in keys:
-            if not isinstance(a.get(key), str | None):
-                raise ConfigError(f"{name}: {key} must be text, not {type(a[key]).__name__}")
+        _check_types(name, a)
         return _plain(name)(service, group, {k: service.place(v) if k in keys and v is not None else v for k, v in a.items()})
 
     return do
 
 
+def _load(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
+    _check_types("init_model", a)
+    return group.load()
+
+
 def _optim_step(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
+    _check_types("optim_step", a)
     adam = a.get("adam")
     if adam is not None:
+        if any(not isinstance(v, _NUMBER) for v in adam.values()):
+            raise ConfigError(f"adam: its values are numbers, not {adam}")
         try:
             adam = AdamParams(**adam)
         except TypeError as e:
@@ -423,18 +461,20 @@ def _optim_step(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
 
 
 def _update(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
+    _check_types("update_actor", a)
     return group.ready().update_actor(_batch(a), stop_flag=group.stopping)
 
 
 def _log_prob(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
-    return group.ready().compute_log_prob(_batch(a), bool(a.get("reference", False)))
+    _check_types("compute_log_prob", a)
+    return group.ready().compute_log_prob(_batch(a), a.get("reference", False))
 
 
 def _broadcast(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
     """Weights are sent from a socket that the client names: on this machine only, where anyone may ask."""
     spec = a.get("spec")
-    if not isinstance(spec, Mapping):
-        raise ConfigError(f"broadcast_weights: spec must be a mapping, not {type(spec).__name__}")
+    _check_types("broadcast_weights", {**a, "spec": spec})
+    assert isinstance(spec, Mapping)
     host = str(spec.get("host", "127.0.0.1"))
     if host not in LOOPBACK and not service.listens_elsewhere:
         raise ConfigError(f"spec.host {host!r}: a service without a key sends weights on 127.0.0.1 alone; start it with a key (NEXRL_TRAIN_KEY)")
@@ -442,18 +482,32 @@ def _broadcast(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
 
 
 def _batch(a: dict[str, Any]) -> Mapping[str, Any]:
-    """A batch under its name, or, as the documents send it, by itself."""
+    """A batch, its tensors as tensors."""
     batch = a.get("batch", a)
     if not isinstance(batch, Mapping) or not isinstance(batch.get("tensors"), Mapping) or "input_ids" not in batch["tensors"]:
         raise DataError("a batch has tensors (input_ids and more), values and metadata")
-    rows = {k: tuple(v.shape[:1]) for k, v in batch["tensors"].items() if hasattr(v, "shape")}
-    if len(set(rows.values())) > 1:
+    tensors = {k: _tensor(k, v) for k, v in batch["tensors"].items()}
+    rows = {k: tuple(v.shape[:1]) for k, v in tensors.items()}
+    if len(set(rows.values())) > 1 or () in rows.values():
         raise DataError(f"the tensors of a batch have as many rows each, not {rows}")
-    return {"tensors": batch["tensors"], "values": batch.get("values") or {}, "metadata": batch.get("metadata") or {}}
+    values, metadata = batch.get("values") or {}, batch.get("metadata") or {}
+    if not isinstance(values, Mapping) or not isinstance(metadata, Mapping) or not isinstance(metadata.get("global_step", 0), int):
+        raise DataError("a batch's values and metadata are mappings, and its metadata's global_step is a number")
+    return {"tensors": tensors, "values": values, "metadata": metadata}
+
+
+def _tensor(name: str, value: Any) -> Any:
+    """A tensor, also where it came as plain lists."""
+    import torch
+
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise DataError(f"tensors.{name} is no tensor: {str(e).splitlines()[0]}") from e
 
 
 CALLS: dict[str, Callable[[TrainService, Group, dict[str, Any]], Any]] = {
-    "init_model": lambda service, group, a: group.load(),
+    "init_model": _load,
     "update_actor": _update,
     "compute_log_prob": _log_prob,
     "forward": _plain("forward"),

@@ -435,7 +435,9 @@ def test_arguments_that_cannot_be(make: Any) -> None:
     client = make()
     for name, arguments, says in [("forward", {"datum": []}, "did you mean 'datums'"), ("forward", {"datums": ["x"]}, "list of datums"), ("update_actor", {"batch": {"tensors": {}}}, "a batch has tensors"), ("update_actor", {}, "a batch has tensors"),
                                   ("update_actor", {"batch": {"tensors": {"input_ids": torch.ones(2, 3), "loss_mask": torch.ones(3, 3)}}}, "as many rows"), ("optim_step", {"adam": {"lr": 1}}, "adam:"), ("save_checkpoint", {}, "local_path"),
-                                  ("save_checkpoint", {"local_path": 5}, "must be text"), ("broadcast_weights", {"spec": 3}, "must be a mapping"), ("publish", {"stop_flag": 1}, "takes no 'stop_flag'")]:  # fmt: skip
+                                  ("save_checkpoint", {"local_path": 5}, "local_path must be str, not int"), ("save_checkpoint", {"local_path": "a", "keep_last": "x"}, "keep_last must be int or null"), ("forward", {"datums": [], "loss_config": {"kl_coef": [1]}}, "kl_coef must be a number"),
+                                  ("optim_step", {"adamx": {}}, "did you mean 'adam'"), ("update_actor", {"batch": {}, "epochs": 2}, "takes no 'epochs'"), ("init_model", {"path": "x"}, "takes no 'path'"), ("initialize_worker", {"config": {}}, "did you mean"), ("optim_step", {"adam": {"beta1": "x"}}, "its values are numbers"), ("update_actor", {"batch": {"tensors": {"input_ids": [[1, 2], [3]]}}}, "tensors.input_ids is no tensor"), ("export_weights", {"path": "w", "kind": ["full"]}, "kind must be str"),
+                                  ("update_actor", {"batch": {"tensors": {"input_ids": [[1, 2]]}}}, "loss_mask"), ("update_actor", {"batch": {"tensors": {"input_ids": [[1, 2]]}, "metadata": {"global_step": "x"}}}, "global_step"), ("broadcast_weights", {"spec": 3}, "spec must be Mapping"), ("publish", {"stop_flag": 1}, "takes no 'stop_flag'")]:  # fmt: skip
         with pytest.raises((ConfigError, DataError), match=says):
             client._caller.call(name, arguments)
 
