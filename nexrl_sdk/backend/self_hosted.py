@@ -391,8 +391,12 @@ def _joined(starting: Starting) -> SelfHostedBackend:
     try:
         engine, actor, *rest = (pool.submit(starting.engine, tokenizer), pool.submit(starting.client, "actor"), *(pool.submit(starting.client, r) for r in others))
         _first_error([engine, actor, *rest])
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    except BaseException:
+        starting.owned.close()  # what waits for a server hears that it has ended
+        pool.shutdown(wait=True, cancel_futures=True)
+        starting.owned.close()  # what came up meanwhile
+        raise
+    pool.shutdown(wait=False)
     train = actor.result()
     pusher = make_pusher(recipe, train, engine.result(), starting.folder, tokenizer)
     backend = SelfHostedBackend(train, engine.result(), tokenizer, pusher, services={r: f.result() for r, f in zip(others, rest)}, owned=starting.owned, name=Path(recipe.model_path()).name, keep_last=recipe.config.trainer.keep_last)
