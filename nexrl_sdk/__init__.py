@@ -29,6 +29,7 @@ _exports: dict[str, str] = {
     "SelfHostedTrainer": "trainer.self_hosted",
     "SelfHostedGrpoTrainer": "trainer.grpo",
     "SelfHostedCrossEntropyTrainer": "trainer.cross_entropy",
+    "SelfHostedPpoTrainer": "trainer.ppo",
     "SelfHostedOpdTrainer": "trainer.opd",
     "RemoteApiTrainer": "trainer.remote",
     "Run": "run.store",

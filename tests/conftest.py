@@ -8,11 +8,15 @@ for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS
     os.environ.setdefault(_name, _value)
 
 import functools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests, and what they start, shall hear an interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "gpt2")

@@ -17,12 +17,13 @@ from .advantages import lookup
 from ..types import ConfigError, DataError, NonFiniteError, nearest
 
 # %% auto #0
-__all__ = ['LOG_RATIO_CAP', 'Pairs', 'KL_CAP', 'KL_ESTIMATORS', 'CORRECTIONS', 'LossFn', 'LOSSES', 'REQUIRED_FIELDS',
+__all__ = ['LOG_RATIO_CAP', 'Pairs', 'KL_CAP', 'KL_ESTIMATORS', 'CORRECTIONS', 'LossFn', 'LOSSES', 'ON_VALUES', 'REQUIRED_FIELDS',
            'AGGREGATIONS', 'PRESETS', 'LossInput', 'LossOutput', 'loss_input', 'add_metrics', 'mean_metrics', 'kl_k1',
            'kl_abs', 'kl_mse', 'kl_low_var', 'no_correction', 'truncated_correction', 'masked_correction',
-           'cross_entropy', 'importance_sampling', 'ppo', 'cispo', 'dro', 'sequence_mean', 'gspo', 'register_loss',
-           'check_loss', 'required_fields', 'compute_loss', 'token_mean', 'seq_mean_token_sum', 'seq_mean_token_mean',
-           'token_sum', 'constant_length', 'token_weights', 'FixedKLController', 'AdaptiveKLController', 'Preset']
+           'cross_entropy', 'importance_sampling', 'ppo', 'cispo', 'dro', 'sequence_mean', 'gspo', 'value_loss',
+           'register_loss', 'check_loss', 'required_fields', 'compute_loss', 'token_mean', 'seq_mean_token_sum',
+           'seq_mean_token_mean', 'token_sum', 'constant_length', 'token_weights', 'FixedKLController',
+           'AdaptiveKLController', 'Preset']
 
 # %% ../../nbs/02_algo.losses.ipynb #2895e538
 @dataclass(frozen=True)
@@ -369,6 +370,23 @@ def gspo(
     loss, low, high = _clipped(inp, ratio, advantages, clip_low_threshold, clip_high_threshold)
     return _finish(inp, loss, _policy_metrics(keep, lp, old, ratio) | _clip_metrics(keep, low, high), **shared)
 
+# %% ../../nbs/02_algo.losses.ipynb #474f2b62
+def value_loss(
+    inp: LossInput,  # packed sequences, whose `logprobs` are the critic's values; `returns`, and `values` before the update, are in `extra`
+    *,
+    cliprange_value: float | None = None,  # how far a value may move in one update before it is held back; None: as far as it will
+) -> LossOutput:
+    """sum w (v - R)^2 / 2, the worse of that and of v kept within the range (Schulman et al., 2017; its clipping as Engstrom et al., 2020, section 3, describe it)."""
+    keep, v = inp.weights != 0, _pick(inp.logprobs, inp.weights != 0)
+    returns = _pick(_need(inp.extra.get("returns"), "returns", "value").to(v.dtype), keep)
+    error = (v - returns).square()
+    metrics = {"critic/value": _pair(v, keep), "critic/return": _pair(returns, keep), "critic/mse": _pair(error, keep)}
+    if cliprange_value is not None:
+        old = _pick(_need(inp.extra.get("values"), "values", "cliprange_value").to(v.dtype), keep)
+        held = (old + (v - old).clamp(-cliprange_value, cliprange_value) - returns).square()
+        metrics, error = metrics | {"critic/clip_frac": _pair(held > error, keep)}, torch.maximum(error, held)
+    return LossOutput((0.5 * error * inp.weights.to(v.dtype)).sum(), metrics)
+
 # %% ../../nbs/02_algo.losses.ipynb #f21f6b3e
 LossFn = Callable[..., LossOutput]
 LOSSES: dict[str, LossFn] = {
@@ -378,10 +396,13 @@ LOSSES: dict[str, LossFn] = {
     "cispo": cispo,
     "gspo": gspo,
     "dro": dro,
+    "value": value_loss,
 }
+ON_VALUES = frozenset({"value"})  # losses of a critic; the others are of a language model
 REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {  # a Datum's fields
     "cross_entropy": ("weights",),
     **dict.fromkeys(["importance_sampling", "ppo", "cispo", "gspo", "dro"], ("logprobs", "advantages")),
+    "value": ("returns",),
 }
 
 # %% ../../nbs/02_algo.losses.ipynb #15017fd6
@@ -407,7 +428,7 @@ def _config_keys(function: Callable[..., Any]) -> frozenset[str] | None:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     own = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return own | _SHARED if function in _BUILT_IN else None if takes_any else own
+    return own if not takes_any else own | _SHARED if function in _BUILT_IN else None
 
 
 def _problems(config: Mapping[str, Any]) -> Iterable[str]:
@@ -420,6 +441,8 @@ def _problems(config: Mapping[str, Any]) -> Iterable[str]:
     if not config.get("correction_cap", 2.0) >= 1:
         yield f"correction_cap must be at least 1, not {config['correction_cap']}"
     yield from (f"{k} must be 0 or more, not {config[k]}" for k in ("kl_coef", "beta") if not config.get(k, 0) >= 0)
+    if config.get("cliprange_value") is not None and not config["cliprange_value"] > 0:
+        yield f"cliprange_value must be over 0, or null, not {config['cliprange_value']}"
 
 # %% ../../nbs/02_algo.losses.ipynb #b0956451
 def check_loss(
@@ -446,7 +469,7 @@ def required_fields(
     """What a datum must carry for this loss with this configuration."""
     name = loss if isinstance(loss, str) else next((k for k, v in LOSSES.items() if v is loss), "")
     config = config or {}
-    more = ["ref_logprobs"] * bool(config.get("kl_coef")) + ["rollout_logprobs"] * (config.get("correction", "none") != "none")
+    more = ["ref_logprobs"] * bool(config.get("kl_coef")) + ["rollout_logprobs"] * (config.get("correction", "none") != "none") + ["values"] * (config.get("cliprange_value") is not None)
     return REQUIRED_FIELDS.get(name, ()) + tuple(more)
 
 
@@ -583,7 +606,7 @@ class AdaptiveKLController(FixedKLController):
 class Preset:
     """An estimator, a loss and an aggregation that belong together."""
 
-    advantage: str  # one of ADVANTAGES
+    advantage: str  # one of ADVANTAGES, or of TOKEN_ADVANTAGES
     loss_fn: str  # one of LOSSES
     loss_config: dict[str, Any]  # the loss's keywords
     loss_agg_mode: str  # one of AGGREGATIONS
@@ -604,5 +627,5 @@ PRESETS: dict[str, Preset] = {
     "cispo": Preset("grpo", "cispo", dict(_CISPO), "token-mean", source="MiniMax, 2025, MiniMax-M1; threshold by Khatri et al., 2025"),
     "rloo": Preset("rloo", "importance_sampling", {}, "seq-mean-token-sum", source="Ahmadian et al., 2024, Back to basics"),
     "reinforce++": Preset("reinforce_pp", "ppo", dict(_CLIP), "token-mean", source="Hu et al., 2025, REINFORCE++"),
-    "ppo": Preset("reinforce_pp", "ppo", dict(_CLIP), "token-mean", source="Schulman et al., 2017; no critic"),
+    "ppo": Preset("gae", "ppo", dict(_CLIP), "token-mean", source="Schulman et al., 2017, with a critic"),
 }

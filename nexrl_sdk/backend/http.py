@@ -29,9 +29,9 @@ __all__ = ['SAFETENSORS', 'JSON', 'MUTATING', 'READING', 'ASKING', 'WAIT', 'OVER
 
 # %% ../../nbs/31_backend.http.ipynb #45f44177
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
-MUTATING = ("initialize_worker", "init_model", "update_actor", "forward_backward", "optim_step", "zero_grad", "reset", "publish", "save_checkpoint",
+MUTATING = ("initialize_worker", "init_model", "update_actor", "update_critic", "forward_backward", "optim_step", "zero_grad", "reset", "publish", "save_checkpoint",
             "load_checkpoint", "convert_checkpoint_to_huggingface", "export_weights", "broadcast_weights", "deregister", "shutdown")  # fmt: skip
-READING = ("compute_log_prob", "forward")
+READING = ("compute_log_prob", "compute_values", "forward")
 ASKING = ("health", "worker_info", "get_models")  # answered at once, whatever a group is doing
 WAIT = 20.0  # seconds that one request waits for an answer before it asks again
 
@@ -164,6 +164,11 @@ class Caller:
         self._http.close()
 
 # %% ../../nbs/31_backend.http.ipynb #98eea07f
+def _tokens_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with no more than its tokens and masks."""
+    return {**batch, "tensors": {k: v for k, v in batch.get("tensors", {}).items() if k in ("input_ids", "attention_mask", "position_ids", "loss_mask")}}
+
+
 class HTTPTrainServiceClient(TrainServiceClient):
     """A group of a training service elsewhere."""
 
@@ -206,14 +211,24 @@ class HTTPTrainServiceClient(TrainServiceClient):
 
     def update_actor(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
         """A training step; once it is sent it is finished, whatever the flag says."""
+        return self._update("update_actor", batch, stop_flag)
+
+    def update_critic(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
+        """A critic's training step; once it is sent it is finished, whatever the flag says."""
+        return self._update("update_critic", batch, stop_flag)
+
+    def _update(self, call: str, batch: Mapping[str, Any], stop_flag: Event | None) -> dict[str, Any]:
         if stop_flag is not None and stop_flag.is_set():
             raise Interrupted("stopped before the batch was sent; nothing was trained on")
-        return self._caller.call("update_actor", {"batch": batch})
+        return self._caller.call(call, {"batch": batch})
 
     def compute_log_prob(self, batch: Mapping[str, Any], reference: bool = False) -> dict[str, Any]:
         """Log-probabilities of a batch's tokens."""
-        needed = {**batch, "tensors": {k: v for k, v in batch.get("tensors", {}).items() if k in ("input_ids", "attention_mask", "position_ids", "loss_mask")}}
-        return self._caller.call("compute_log_prob", {"batch": needed, "reference": reference})
+        return self._caller.call("compute_log_prob", {"batch": _tokens_of(batch), "reference": reference})
+
+    def compute_values(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A critic's values before a batch's tokens."""
+        return self._caller.call("compute_values", {"batch": _tokens_of(batch)})
 
     def forward(self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", loss_config: Mapping[str, Any] | None = None, reference: bool = False) -> dict[str, Any]:
         """Logprobs and loss without a gradient."""
@@ -321,6 +336,15 @@ class MockTrainServiceClient(TrainServiceClient):
     def update_actor(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
         self._note("update_actor", batch=batch)
         return {"metrics": {"loss": 0.5}, "meta_info": {}}
+
+    def update_critic(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
+        self._note("update_critic", batch=batch)
+        return {"metrics": {"loss": 0.5}, "meta_info": {}}
+
+    def compute_values(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        self._note("compute_values", batch=batch)
+        shape = Batch.from_nextrainer_batch(batch).values["input_ids"].shape
+        return {"tensors": {"values": torch.zeros(tuple(shape))}, "metrics": {}, "meta_info": {}}
 
     def compute_log_prob(self, batch: Mapping[str, Any], reference: bool = False) -> dict[str, Any]:
         self._note("compute_log_prob", batch=batch, reference=reference)

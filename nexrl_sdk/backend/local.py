@@ -60,18 +60,19 @@ class LocalBackend(Backend):
         seed: int = 0,  # of fresh adapter weights
         revision: str | None = None,  # of a Hub model
         trust_remote_code: bool = False,
+        values: bool = False,  # a critic: it learns values, and does not sample
     ):
-        self._load_args: dict[str, Any] = {"dtype": dtype, "device": device, "lora": _lora(lora), "seed": seed, "revision": revision, "trust_remote_code": trust_remote_code, "max_length": max_length}
+        self._load_args: dict[str, Any] = {"dtype": dtype, "device": device, "lora": _lora(lora), "seed": seed, "revision": revision, "trust_remote_code": trust_remote_code, "max_length": max_length, "values": values}
         self.model = model if isinstance(model, EngineModel) else load_model(model, **self._load_args)
         self.tokenizer = tokenizer if tokenizer is not None and not isinstance(tokenizer, (str, Path)) else load_tokenizer(tokenizer or self.model.path)
         self.adapter = self.model.default_adapter
         self.threads = set_threads(threads, self.model.num_parameters)
-        self.sampler = Sampler(self.model, self.tokenizer, max_batch=max_batch)
+        self.sampler = None if self.model.values else Sampler(self.model, self.tokenizer, max_batch=max_batch)
         self.learner = Learner(self.model, token_budget=token_budget, autocast=autocast, gradient_checkpointing=gradient_checkpointing)
         self._reference: Learner | None = None
         self._version, self._closed, self._lock = 0, False, threading.RLock()
         self.model.version = 0
-        self.capabilities = Capabilities(reference=True, adapters=True, max_length=self.model.max_length)
+        self.capabilities = Capabilities(samples=not self.model.values, reference=True, adapters=not self.model.values, max_length=self.model.max_length)
         self.train_service = InProcessTrainService(self)
 
     @classmethod
@@ -102,6 +103,8 @@ class LocalBackend(Backend):
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1, stop_flag: threading.Event | None = None) -> list[list[Completion]]:
         """Draw completions; calls from several threads share one decode loop."""
         self._open()
+        if self.sampler is None:
+            raise BackendError("this model is a critic: it gives values, and does not sample")
         many = params if isinstance(params, (SamplingParams, type(None))) else list(params)
         return self.sampler.sample([list(p) for p in prompts], many or SamplingParams(), n, adapter=self.adapter, stop_flag=stop_flag)
 
@@ -192,13 +195,13 @@ class LocalBackend(Backend):
     def close(self) -> None:
         """Stop the sampler and let the model go."""
         if not self._closed:
-            self._closed = True
-            self.sampler.close()
-            self._reference = None
+            self._closed, self._reference = True, None
+            if self.sampler is not None:
+                self.sampler.close()
 
     def card(self) -> dict[str, Any]:
         """What the card of this backend shows."""
-        kind = "LoRA" if self.adapter else "all weights"
+        kind = "LoRA" if self.adapter else "values" if self.model.values else "all weights"
         return {"model": Path(str(self.model.path)).name, "parameters": f"{self.model.num_parameters:,}", "trains": kind, "device": str(self.model.device),
                 "dtype": str(self.model.dtype).removeprefix("torch."), "context": self.model.max_length, "threads": self.threads, "weight version": self._version}  # fmt: skip
 

@@ -45,7 +45,7 @@ class SelfHostedBackend(Backend):
         tokenizer: Any,  # or where one is: a folder, or a Hub id
         pusher: WeightPusher | None = None,  # from the one to the other; None: by a folder that both see, proved after each push
         *,
-        services: Mapping[str, TrainServiceClient] | None = None,  # others of the run, by role: teacher, reference
+        services: Mapping[str, TrainServiceClient] | None = None,  # others of the run, by role: teacher, reference, critic
         owned: contextlib.ExitStack | None = None,  # what ends with this backend
         name: str = "model",  # for cards
         keep_last: int = 0,  # checkpoints that stay in the service; 0: all
@@ -243,7 +243,7 @@ class HealthWatch:
 # %% ../../nbs/36_backend.self_hosted.ipynb #b898edac
 def group_settings(
     recipe: Any,  # a Recipe
-    role: str,  # actor, teacher or reference
+    role: str,  # actor, teacher, reference or critic
 ) -> dict[str, Any]:  # what initialize_worker takes as config_dict
     """The model of a worker group."""
     m, t = recipe.config.model, recipe.config.trainer
@@ -264,7 +264,9 @@ def local_service(
     if role == "actor":
         return LocalBackend.from_recipe(recipe).train_service
     m = recipe.config.model
-    return LocalBackend(recipe.service_model(role), dtype=m.dtype, device=m.device, threads=m.threads, token_budget=recipe.config.trainer.micro_batch_tokens, trust_remote_code=m.trust_remote_code).train_service
+    t = recipe.config.trainer
+    return LocalBackend(recipe.service_model(role), dtype=m.dtype, device=m.device, threads=m.threads, token_budget=t.micro_batch_tokens, autocast=t.autocast,
+                        gradient_checkpointing=m.gradient_checkpointing, trust_remote_code=m.trust_remote_code, values=role == "critic").train_service  # fmt: skip
 
 # %% ../../nbs/36_backend.self_hosted.ipynb #831f2466
 class Starting:
@@ -302,7 +304,7 @@ class Starting:
         section = self.recipe.train_services()[role]
         if section.backend == "local":
             return local_service(self.recipe, role)
-        url, key = (self.train_url if role == "actor" else section.url), section.api_key
+        url, key = section.url if role != "actor" and section.url else self.train_url, section.api_key
         if url is None and section.backend == "http":
             url, key = self._service()
         client = create_train_service_client(section.backend, url, section.identifier, **({} if section.backend == "mock" else {"key": key, "request_timeout": section.request_timeout}))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..algo.losses import AGGREGATIONS, LOSSES, check_loss, token_weights
+from ..algo.losses import AGGREGATIONS, LOSSES, ON_VALUES, check_loss, token_weights
 from ..algo.metrics import reduce_metrics
 from .base import Backend
 from ..engine.checkpoint import load_checkpoint, prune, save_checkpoint
@@ -98,18 +98,19 @@ _LOSS: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {  # the docume
     "clip_ratio_high": (("clip_high_threshold", lambda x: 1 + float(x)),),
     "clip_ratio_c": (("dual_clip", float),), "dual_clip": (("dual_clip", float),),
     "entropy_coeff": (("entropy_coef", float),), "kl_loss_coef": (("kl_coef", float),), "kl_loss_type": (("kl_estimator", _identity),),
-    "temperature": (("temperature", float),),
+    "temperature": (("temperature", float),), "cliprange_value": (("cliprange_value", float),),
 }  # fmt: skip
 
 
 def read_actor(
     given: Mapping[str, Any],  # an ActorConfig's fields, or the documents' sections
+    role: str = "actor",  # of the group: a critic's loss is another
 ) -> ActorConfig:
     """An actor's configuration in either spelling; raises ConfigError with the nearest known key."""
     flat = {k: v for k, v in given.items() if k != "optim"} | {f"optim.{k}": v for k, v in dict(given.get("optim") or {}).items()}
     uses_kl, loss = flat.pop("use_kl_loss", True), dict(flat.pop("loss_config", None) or {})
     known = [*ActorConfig.__dataclass_fields__, *_SAME, *_LOSS, "use_kl_loss"]
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"loss_fn": "value"} if role == "critic" else {}
     for key in sorted(flat, key=lambda k: k == "clip_ratio", reverse=True):  # its two sides win over it
         if key not in known:
             raise ConfigError(f"actor.{key} is not known{nearest(key, known)}")
@@ -180,6 +181,14 @@ class TrainServiceClient(ABC):
     @abstractmethod
     def compute_log_prob(self, batch: Mapping[str, Any], reference: bool = False) -> dict[str, Any]:
         """Log-probabilities of a batch's tokens, as tensors old_log_probs or ref_log_probs [B, T]."""
+
+    @abstractmethod
+    def update_critic(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
+        """A critic's optimizer steps on a batch with its `returns`; returns metrics and meta_info."""
+
+    @abstractmethod
+    def compute_values(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A critic's value of what is to come before each of a batch's tokens, as the tensor values [B, T]."""
 
     @abstractmethod
     def forward(self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", loss_config: Mapping[str, Any] | None = None, reference: bool = False) -> dict[str, Any]:
@@ -285,7 +294,8 @@ def make_datums(
         raise DataError(f"a batch to learn from has loss_mask, 1 where the model sampled; this one has {', '.join(batch.values) or 'nothing'}")
     mask = np.asarray(batch.values["loss_mask"], dtype=np.float32)
     weights = token_weights(config.loss_agg_mode, mask, **config.agg_config)
-    datums = batch.to_datums(loss_weights=weights)
+    critics = {k: batch.values[k] for k in ("returns", "values") if config.loss_fn in ON_VALUES and k in batch.values}
+    datums = batch.to_datums(loss_weights=weights, **critics)
     if not config.skips_zero_advantage:
         return datums, 0
     live = [d for d in datums if np.any(d.fields["advantages"] * d.fields["weights"])]
@@ -313,11 +323,20 @@ class InProcessTrainService(TrainServiceClient):
         if zmq_base_port is not None:
             raise ConfigError(f"zmq_base_port={zmq_base_port}: the processes of a group speak over sockets that they choose themselves; leave it out")
         given = read_settings(config_path) if config_dict is None and config_path is not None else dict(config_dict or {})
-        config, budget = read_actor(actor_part(given)), token_budget(given)
+        config, budget = read_actor(actor_part(given), role), token_budget(given)
+        self._check_critic(role, config.loss_fn)
         if budget is not None and hasattr(self.backend, "learner"):
             self.backend.learner.token_budget = budget
         self.config, self.role = config, role
         return self.worker_info()
+
+    def _check_critic(self, role: str, loss_fn: str) -> None:
+        """Raise ConfigError where a critic is asked for and the model is none, or the other way round."""
+        found = bool(getattr(getattr(self.backend, "model", None), "values", getattr(getattr(self.backend, "settings", None), "values", False)))
+        if found != (role == "critic"):
+            raise ConfigError(f"role {role!r}: this model is {'a critic' if found else 'a language model'}; a critic's is loaded as one, by a service's role critic or LocalBackend(…, values=True)")
+        if (loss_fn in ON_VALUES) != found:
+            raise ConfigError(f"loss_fn {loss_fn!r}: {'a critic learns by the loss value' if found else 'it is a critic' + chr(39) + 's'}")
 
     def init_model(self) -> dict[str, Any]:
         """Nothing to wait for: the backend has its model."""
@@ -325,7 +344,29 @@ class InProcessTrainService(TrainServiceClient):
 
     def update_actor(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
         """PPO epochs over mini-batches, one optimizer step each; an interrupt before the first step undoes all."""
-        whole = self._with_reference(Batch.from_nextrainer_batch(batch))
+        return self._update(self._with_reference(Batch.from_nextrainer_batch(batch)), stop_flag)
+
+    def update_critic(self, batch: Mapping[str, Any], stop_flag: Event | None = None) -> dict[str, Any]:
+        """The same with the critic's loss: `returns` [B, T], and `values` [B, T] from before the update where it clips."""
+        whole = Batch.from_nextrainer_batch(batch)
+        self._needs_critic("update_critic")
+        if "returns" not in whole.values:
+            raise DataError(f"a critic learns from a batch with returns [B, T]; this one has {', '.join(whole.values)}")
+        return self._update(whole, stop_flag)
+
+    def compute_values(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Values before each token, aligned with input_ids; 0 on the first token and on padding."""
+        self._needs_critic("compute_values")
+        whole = Batch.from_nextrainer_batch(batch)
+        nothing = np.zeros(tuple(whole.values["input_ids"].shape), np.float32)
+        found = self.backend.forward(whole.to_datums(skip_unsampled=False, returns=nothing), "value").logprobs
+        return {"tensors": {"values": whole.scatter(found)}, "metrics": {}, "meta_info": {}}
+
+    def _needs_critic(self, call: str) -> None:
+        if self.role != "critic":
+            raise ConfigError(f"{call}: this group's role is {self.role!r}; only a critic has values")
+
+    def _update(self, whole: Batch, stop_flag: Event | None) -> dict[str, Any]:
         step, size = int(whole.metadata.get("global_step", self.steps)), self.config.mini_batch_size or max(1, len(whole))
         adam, parts = self.config.adam(step), []
         for epoch in range(self.config.ppo_epochs):
@@ -483,13 +524,11 @@ class InProcessTrainService(TrainServiceClient):
         return self.deregister()
 
 # %% ../../nbs/31_backend.service.ipynb #5ebd5dcd
-ROLES = ("actor", "teacher", "reference")
+ROLES = ("actor", "teacher", "reference", "critic")
 
 
 def check_role(role: str) -> None:
     """Raise ConfigError for a role that no group can have."""
-    if role == "critic":
-        raise ConfigError("role 'critic': no algorithm here learns a value function; groups are actor, teacher or reference")
     if role not in ROLES:
         raise ConfigError(f"role {role!r} is not known{nearest(role, ROLES)}")
 

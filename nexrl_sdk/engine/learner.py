@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algo.losses import LossOutput, add_metrics, check_loss, compute_loss, loss_input, mean_metrics, required_fields
+from ..algo.losses import ON_VALUES, LossOutput, add_metrics, check_loss, compute_loss, loss_input, mean_metrics, required_fields
 from .adamw import NARROW, AdamW, lr_schedule
 from .layout import Layout, lay_out, layouts, split_by_budget
 from .logprobs import fused_logprobs
@@ -33,7 +33,7 @@ __all__ = ['ForwardOutput', 'check_datums', 'split_config', 'Call', 'Trained', '
 class ForwardOutput:
     """Logprobs and metrics of one call."""
 
-    logprobs: list[np.ndarray]  # one [N] float32 a datum, of its targets, in the order of the datums
+    logprobs: list[np.ndarray]  # one [N] float32 a datum, of its targets, in the order of the datums; a critic's values before them
     metrics: dict[str, float] = field(default_factory=dict)  # means over the tokens that count
     loss: float = 0.0  # the sum over all tokens of weight times loss
 
@@ -316,12 +316,21 @@ class Learner(Trained):
         with self._together():
             temperature, config = split_config(loss_config)
             check_loss(loss_fn, config)
+            self._check_kind(loss_fn, temperature)
             needed = [f for f in required_fields(loss_fn, config) if f != "weights"]
             if len(datums) or self.model.ranks is None:
                 check_datums(datums, needed, self.model.vocab_size, self.model.max_length)
             if self.model.ranks is not None:
                 _check_fields(datums)
         return Call(loss_fn, config, temperature, [np.zeros(0, np.float32)] * len(datums), ranks=self.model.ranks)
+
+    def _check_kind(self, loss_fn: str | Callable[..., Any], temperature: float) -> None:
+        """Raise ConfigError for a critic's loss on a language model, or the other way round."""
+        if self.model.values and temperature != 1:
+            raise ConfigError(f"loss_config's temperature is {temperature}, and a critic's values have none; leave it out")
+        if isinstance(loss_fn, str) and (loss_fn in ON_VALUES) != self.model.values:
+            what = "this model is a critic, whose loss is 'value'" if self.model.values else "it is a critic's, and this is a language model"
+            raise ConfigError(f"the loss {loss_fn!r}: {what}")
 
     def _layouts(self, datums: Sequence[Datum], stop_flag: threading.Event | None) -> Iterator[Layout]:
         """Micro-batches, until somebody wants to stop."""
@@ -346,11 +355,14 @@ class Learner(Trained):
     def _micro_batch(self, layout: Layout, call: Call) -> Tensor:
         """Loss of one micro-batch, with its graph; everything else about it goes into the call."""
         hidden_UD = self.model.backbone(layout.tokens, layout.positions, layout.rows, self.gradient_checkpointing)
-        head, packed = self.model.head(), layout.packed
+        head = self.model.head()
         if layout.pairs is None:
-            rows, targets, which = hidden_UD, packed.targets, None
+            rows, targets, which = hidden_UD, layout.packed.targets, None
         else:
             rows, targets, which = hidden_UD.index_select(0, layout.pairs[0]), layout.pairs[1], layout.pairs[2]
+        if self.model.values:
+            logprobs = head(rows)[:, 0].float()
+            return self._loss(layout, call, logprobs if which is None else logprobs.index_select(0, which), None)
         shape: dict[str, Any] = {"bias": head.bias, "scale": head.scale, "softcap": head.softcap, "temperature": call.temperature, "chunk": self.head_chunk}
         if call.wants_entropy:
             logprobs, entropy = fused_logprobs(rows, head.weight, targets, entropy=True, **shape)
@@ -358,6 +370,11 @@ class Learner(Trained):
             logprobs, entropy = fused_logprobs(rows, head.weight, targets, **shape), None
         if which is not None:
             logprobs, entropy = logprobs.index_select(0, which), None if entropy is None else entropy.index_select(0, which)
+        return self._loss(layout, call, logprobs, entropy)
+
+    def _loss(self, layout: Layout, call: Call, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        """The loss of what the head gave."""
+        packed = layout.packed
         try:
             if layout.members:
                 out = compute_loss(call.loss_fn, loss_input(logprobs, packed.fields, packed.seq_ids, entropy), call.config)

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0
-__all__ = ['DTYPES', 'ATTENTION', 'resolve_model', 'pick_dtype', 'pick_device', 'LoraConfig', 'linear_names', 'lora_targets',
-           'Head', 'read_head', 'Weights', 'Adapters', 'check_adapter', 'base_fingerprint', 'EngineModel',
-           'padded_forward', 'one_group', 'set_checkpointing', 'check_head', 'load_model', 'load_tokenizer']
+__all__ = ['DTYPES', 'ATTENTION', 'resolve_model', 'pick_dtype', 'pick_device', 'LoraConfig', 'output_layer', 'linear_names',
+           'lora_targets', 'Head', 'read_head', 'Weights', 'Adapters', 'check_adapter', 'base_fingerprint',
+           'EngineModel', 'padded_forward', 'one_group', 'set_checkpointing', 'check_head', 'load_model',
+           'load_tokenizer']
 
 # %% ../../nbs/20_engine.model.ipynb #0d8fb08c
 def resolve_model(
@@ -94,13 +95,21 @@ class LoraConfig:
             raise ConfigError(f"LoRA needs rank >= 1 and dropout in [0, 1), not rank {self.rank} and dropout {self.dropout}")
 
 # %% ../../nbs/20_engine.model.ipynb #e50783f0
+def output_layer(
+    module: Any,  # a transformers causal model, or a critic: one that classifies tokens into a single class
+) -> Any:  # a linear layer
+    """The head: of logits, or of a critic's values."""
+    head = module.get_output_embeddings()
+    return head if head is not None else getattr(module, "score", getattr(module, "classifier", None))
+
+
 def linear_names(
     module: nn.Module,  # a transformers causal model
 ) -> tuple[list[str], list[str]]:  # layers that LoRA can wrap; the head's own name
     """Full names of the linear layers, and of the head."""
     from transformers.pytorch_utils import Conv1D
 
-    head = cast(Any, module).get_output_embeddings()
+    head = output_layer(module)
     names = [n for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     return names, [n for n, m in module.named_modules() if m is head]
 
@@ -152,8 +161,10 @@ def read_head(
     module: Any,  # a transformers causal model
     weight: Tensor | None = None,  # None: the module's own
 ) -> Head:
-    """The head of a causal model with what its configuration does to logits."""
-    config, out = module.config, module.get_output_embeddings()
+    """The head of a causal model with what its configuration does to logits; a critic's, with which it does nothing."""
+    config, out = module.config, output_layer(module)
+    if module.get_output_embeddings() is None:
+        return Head(out.weight, out.bias)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(out.weight if weight is None else weight, getattr(out, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
@@ -171,6 +182,7 @@ class Weights:
         self.base = module.eval()
         self.module: Any = module  # with peft's wrapper once there is an adapter
         self.path = path
+        self.values = module.get_output_embeddings() is None  # a critic: the head gives one number, a value
         self.lock = threading.RLock()  # held while weights change, and for each decode step
         self.generation = 0  # bumped by whoever changes weights
         self.version = 0  # of the published weights; completions carry it
@@ -203,8 +215,8 @@ class Weights:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head."""
-        return int(self.base.get_output_embeddings().weight.shape[0])
+        """Rows of the head; of a critic, of the embeddings."""
+        return int((self.base.get_input_embeddings() if self.values else self.base.get_output_embeddings()).weight.shape[0])
 
     @property
     def num_parameters(self) -> int:
@@ -259,6 +271,8 @@ class Adapters(Weights):
         import peft
 
         self._check_whole("an adapter is added before a model is sharded: load_model(…, lora=…, mesh=…)")
+        if self.values:
+            raise ConfigError("a critic's weights are all trained, its new head among them: leave lora out")
         if not name.isidentifier():
             raise ConfigError(f"an adapter is named with letters, digits and underscores, not {name!r}")
         if name in self.adapters:
@@ -417,7 +431,7 @@ class EngineModel(Adapters):
 
     def head_weight(self) -> Tensor:
         """The head's weight [V, D], with gradient, the active adapter's delta included."""
-        out = self.base.get_output_embeddings()
+        out = output_layer(self.base)
         weight: Tensor = getattr(out, "base_layer", out).weight
         if self._active is None or self._active not in getattr(out, "lora_A", {}):
             return weight
@@ -539,17 +553,20 @@ def check_head(model: EngineModel) -> None:
 
 
 @contextmanager
-def _quiet_when_small(path: str) -> Iterator[None]:
-    """No bar for weights of less than 64 MB in a folder: they are loaded at once."""
+def _quiet(path: str, values: bool) -> Iterator[None]:
+    """No bar for weights of less than 64 MB in a folder: they are loaded at once; no report of a critic's new head."""
     from transformers.utils import logging
 
     small = Path(path).is_dir() and sum(p.stat().st_size for p in Path(path).iterdir() if p.is_file()) < 64 << 20
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     if small:
         logging.disable_progress_bar()
+    if values:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if small and shown:
             logging.enable_progress_bar()
 
@@ -557,14 +574,15 @@ def _quiet_when_small(path: str) -> Iterator[None]:
 _LOADING = threading.RLock()  # transformers replaces its own module while it is imported, and sets a default dtype while it loads: one thread at a time
 
 
-def _load_module(path: str, dtype: Any, device: torch.device, revision: str | None, trust: bool) -> Any:
+def _load_module(path: str, dtype: Any, device: torch.device, revision: str | None, trust: bool, values: bool) -> Any:
     """Weights from a folder or the Hub; raises ConfigError where some are missing or nothing is there."""
     with _LOADING:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+    kind: Any = AutoModelForTokenClassification if values else AutoModelForCausalLM
     try:
-        with _LOADING, _quiet_when_small(path):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, trust_remote_code=trust, attn_implementation="sdpa", output_loading_info=True)
+        with _LOADING, _quiet(path, values):
+            loaded: Any = kind.from_pretrained(path, dtype=dtype, revision=revision, trust_remote_code=trust, attn_implementation="sdpa", output_loading_info=True, **({"num_labels": 1} if values else {}))
     except (OSError, ValueError) as e:
         where = "could not be loaded" if Path(path).is_dir() else "is neither a folder here nor a model that the Hub would give us"
         raise ConfigError(f"model {path!r} {where}: {str(e).splitlines()[0]}") from e
@@ -573,7 +591,12 @@ def _load_module(path: str, dtype: Any, device: torch.device, revision: str | No
             raise
         raise ConfigError(f"model folder {path} is damaged, or its config.json is another model's ({type(e).__name__}: {' '.join(str(e).split())[:300]}). Copy or download it again") from e
     module, info = loaded
-    wrong = sorted(info.get("missing_keys", [])) + [str(x) for x in info.get("mismatched_keys", [])]
+    missing, head = set(info.get("missing_keys", [])), output_layer(module)
+    if values and missing and missing == {n for n, p in module.named_parameters() if any(p is q for q in head.parameters())}:
+        for p in head.parameters():
+            nn.init.zeros_(p)  # a critic that begins as a language model finds every state worth 0
+        missing = set()
+    wrong = sorted(missing) + [str(x) for x in info.get("mismatched_keys", [])]
     if wrong:
         raise ConfigError(f"model {path!r} lacks {len(wrong)} of its weights, so they would be random: {', '.join(wrong[:4])}")
     return module.to(device)
@@ -591,11 +614,12 @@ def load_model(
     trust_remote_code: bool = False,
     max_length: int | None = None,  # context length; None: what the configuration says
     mesh: DeviceMesh | None = None,  # divide the weights over these ranks (FSDP2); every rank loads the model with equal arguments
+    values: bool = False,  # a critic: a value at each token, by a head that is 0 at first, in place of logits
 ) -> EngineModel:
-    """Load a causal language model for learning and sampling."""
+    """Load a causal language model for learning and sampling, or as a critic."""
     path = resolve_model(path_or_id)
     place = pick_device(device) if mesh is None else torch.device("cpu")  # FSDP2 moves block by block
-    module = _load_module(path, pick_dtype(dtype), place, revision, trust_remote_code)
+    module = _load_module(path, pick_dtype(dtype), place, revision, trust_remote_code, values)
     model = EngineModel(module, path, apart=mesh is not None)
     if max_length is not None:
         if not 0 < max_length <= model.max_length:

@@ -264,7 +264,7 @@ def train(
     model: Annotated[str | None, typer.Option(help="A model to load at once: a folder or a Hub id. Without it, clients name their models.", show_default=False)] = None,
     world_size: Annotated[int, typer.Option("--world-size", help="Processes of that model: GPUs, or ranks on a CPU.")] = 1,
     identifier: Annotated[str, typer.Option(help="The name of that model's group.")] = "policy",
-    role: Annotated[str, typer.Option(help="What that group is: actor, teacher or reference.")] = "actor",
+    role: Annotated[str, typer.Option(help="What that group is: actor, teacher, reference or critic.")] = "actor",
     root: Annotated[Path, typer.Option(help="The one folder that the service writes to: checkpoints, weights, logs.")] = Path("service"),
     remote_root: Annotated[list[str] | None, typer.Option("--remote-root", help="A place that checkpoints may be copied to, such as hdfs://host/checkpoints. May be given several times.", show_default=False)] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let clients load models with code of their own.")] = False,

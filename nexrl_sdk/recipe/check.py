@@ -205,6 +205,10 @@ def check_services(recipe: Recipe) -> Iterator[Finding]:
         yield _warning("weight.route", f"{route!r} has no effect: sampler and learner are one engine in this process and share their weights")
     if c.algorithm.type == "opd" and c.service.teacher_service is None:
         yield _error("service.teacher_service", "distillation needs a teacher: service.teacher_service.path, or a named service with role teacher")
+    a = c.algorithm
+    unused = [k for k, v in (("algorithm.gamma", a.gamma), ("algorithm.gae_lambda", a.gae_lambda), ("algorithm.critic.optim", a.critic.optim), ("algorithm.critic.cliprange_value", a.critic.cliprange_value), ("service.critic_service", c.service.critic_service)) if v is not None]
+    if a.type != "ppo" and unused and recipe.trainer_class() is None:
+        yield _error(unused[0], f"only ppo learns a critic, and algorithm.type is {a.type!r}; leave it out")
     if c.algorithm.type == "cross_entropy" and c.weight.sync_mode != "sync":
         yield _error("weight.sync_mode", f"{c.weight.sync_mode!r} lets rollouts run ahead, and supervised learning samples nothing; leave it out")
     if trains == "mock":

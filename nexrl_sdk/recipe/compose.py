@@ -434,7 +434,7 @@ def _drop(out: Respelt, key: str, allowed: tuple[Any, ...]) -> None:
         out.refused[key] = f"{key}: {value!r} is not known here{nearest(value, [str(a) for a in allowed])}"
 
 
-_ROLES = {"actor": "train_service", "teacher": "teacher_service", "reference": "reference_service"}
+_ROLES = {"actor": "train_service", "teacher": "teacher_service", "reference": "reference_service", "critic": "critic_service"}
 
 
 def _unwrap(out: Respelt, key: str) -> None:
@@ -456,7 +456,7 @@ def _unwrap(out: Respelt, key: str) -> None:
 
 
 def _place_service(out: Respelt, key: str, role: str, name: str, section: dict[str, Any]) -> None:
-    """One named service at its role's place; a teacher's or reference's model stays with it."""
+    """One named service at its role's place; a model other than the actor's stays with it."""
     place = key if role == "actor" else f"service.{_ROLES[role]}"
     set_path(out.values, place, {"identifier": name, **section} if "model_tag" not in section else section)
     out.moved.update({place: f"{key}.{name}"})
@@ -465,7 +465,7 @@ def _place_service(out: Respelt, key: str, role: str, name: str, section: dict[s
 def _train_service(out: Respelt) -> None:
     for name in _ROLES.values():
         _backend_name(out, f"service.{name}")
-    for name in ("teacher_service", "reference_service"):
+    for name in ("teacher_service", "reference_service", "critic_service"):
         for old, new in (("model_tag", "identifier"), ("resource.world_size", "world_size"), ("actor.model.path", "path"), ("actor.model.builder", "builder")):
             _move(out, f"service.{name}.{old}", f"service.{name}.{new}")
         if isinstance(get_path(out.values, f"service.{name}"), dict) and get_path(out.values, f"service.{name}.identifier") is None:

@@ -25,8 +25,8 @@ from ..run.monitor import error_budget
 from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['MASK', 'NOTEBOOK', 'CACHE', 'check_tree', 'is_secret', 'mask', 'Settings', 'Identity', 'code_roles', 'Parts',
-           'Recipe', 'find_recipe']
+__all__ = ['MASK', 'OTHERS', 'NOTEBOOK', 'CACHE', 'check_tree', 'is_secret', 'mask', 'Settings', 'Identity', 'code_roles',
+           'Parts', 'Recipe', 'find_recipe']
 
 # %% ../../nbs/60_recipe.config.ipynb #9321643e
 _OWN_KEYS = {
@@ -296,6 +296,9 @@ def _difference(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str,
     return out
 
 # %% ../../nbs/60_recipe.config.ipynb #a555b8ed
+OTHERS = ("teacher", "reference", "critic")  # roles that a model beside the policy's may have
+
+
 class Identity(Settings):
     """Equality and fingerprint of a recipe."""
 
@@ -306,7 +309,7 @@ class Identity(Settings):
             found.update(self._data_digest(key, get_path(config, key) or {}))
         for key, (role, reference) in code_roles(config).items():
             found[key] = self._code_digest(role, reference, key)
-        for key in ("model.path", "model.tokenizer", "service.teacher_service.path", "service.reference_service.path"):
+        for key in ("model.path", "model.tokenizer", *(f"service.{role}_service.path" for role in OTHERS)):
             name = get_path(config, key)
             found[key] = _folder_digest(self.resolve_path(name)) if name else None
         return {k: v for k, v in found.items() if v}
@@ -395,7 +398,7 @@ def code_roles(
         "model.builder": ("builder", config["model"]["builder"]),
         "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"]),
     }
-    for service in ("teacher_service", "reference_service"):
+    for service in (f"{role}_service" for role in OTHERS):
         if (section := config["service"][service]) and section["builder"]:
             roles[f"service.{service}.builder"] = (f"{service}.builder", section["builder"])
     for section, name, role in (("trainer", "custom_trainer", "trainer_class"), ("rollout_worker", "custom_rollout_worker", "worker_class")):
@@ -437,15 +440,17 @@ class Parts(Identity):
             self._cache["model"] = self._built(builder, "model.builder") if builder else self._folder_or_id(self.config.model.path)
         return self._cache["model"]
 
-    def train_services(self) -> dict[str, Any]:  # actor, teacher, reference -> section
-        """The training services that the recipe names, by role; the actor's is always there."""
+    def train_services(self) -> dict[str, Any]:  # actor, teacher, reference, critic -> section
+        """The training services that the recipe needs, by role; ppo's critic is beside the actor where the recipe does not say."""
         service = self.config.service
-        found = {"actor": service.train_service, "teacher": service.teacher_service, "reference": service.reference_service}
+        found = {"actor": service.train_service, **{role: service[f"{role}_service"] for role in OTHERS}}
+        if found["critic"] is None and self.config.algorithm.type == "ppo":
+            found["critic"] = OmegaConf.merge(service.train_service, {"role": "critic", "identifier": f"{service.train_service.identifier}-critic"})
         return {role: section for role, section in found.items() if section is not None}
 
     def service_model(
         self,
-        role: str,  # actor, teacher or reference
+        role: str,  # actor, teacher, reference or critic
     ) -> str:  # folder or Hub id
         """The model that a service holds; the actor's is `model`."""
         key, section = f"service.{role}_service", self.train_services().get(role)

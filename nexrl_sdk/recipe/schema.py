@@ -17,8 +17,8 @@ from ..types import nearest
 
 # %% auto #0
 __all__ = ['Count', 'Amount', 'Positive', 'NonNegative', 'Share', 'Beta', 'Ready', 'ALGORITHMS', 'LOSS_NAMES',
-           'AGGREGATION_NAMES', 'Section', 'Lora', 'Model', 'Rows', 'Data', 'RolloutWorker', 'TrajectoryPool', 'KlCtrl',
-           'Critic', 'Algorithm', 'Optim', 'TrainerSection', 'Eval', 'Validate', 'Logger', 'TrainService',
+           'AGGREGATION_NAMES', 'Section', 'Lora', 'Model', 'Rows', 'Data', 'RolloutWorker', 'TrajectoryPool', 'Optim',
+           'KlCtrl', 'Critic', 'Algorithm', 'TrainerSection', 'Eval', 'Validate', 'Logger', 'TrainService',
            'InferenceService', 'Service', 'Weight', 'ExceptionHandling', 'HealthCheck', 'RuntimeMonitor',
            'RecipeSchema', 'defaults', 'fields_of', 'section_at', 'all_paths', 'unknown_key', 'expected', 'message_of',
            'problems']
@@ -126,6 +126,18 @@ LOSS_NAMES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "d
 AGGREGATION_NAMES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum", "dr_grpo")
 
 
+class Optim(Section):
+    """AdamW and its schedule."""
+
+    lr: Positive = 1e-5
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    grad_clip: NonNegative = 1.0  # global norm; 0: none
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Amount = 0
+
+
 class KlCtrl(Section):
     """Controller of the KL penalty in the reward."""
 
@@ -136,9 +148,11 @@ class KlCtrl(Section):
 
 
 class Critic(Section):
-    """Holds the KL controller, where NexRL's documents put it."""
+    """How ppo's critic learns; and the KL controller, where NexRL's documents put it."""
 
     kl_ctrl: KlCtrl = Field(default_factory=KlCtrl)
+    optim: Optim | None = None  # ppo: null: as trainer.optim
+    cliprange_value: Positive | None = None  # ppo: how far a value may move in an update before it is held back; null: as far as it will
 
 
 class Algorithm(Section):
@@ -155,6 +169,8 @@ class Algorithm(Section):
     kl_estimator: Literal["kl", "abs", "mse", "low_var_kl"] = "low_var_kl"
     use_kl_in_reward: bool = False  # KL to the reference model, taken from the reward
     critic: Critic = Field(default_factory=Critic)
+    gamma: Share | None = None  # ppo: discount from token to token; null: 1
+    gae_lambda: Share | None = None  # ppo: 0 trusts the critic, 1 the rewards; null: 0.95
     entropy_coef: NonNegative = 0.0
     do_old_log_prob_compute: bool | None = None  # recompute the old logprobs with the learner; null: where a correction needs them
     correction: Literal["none", "tis", "masked"] | None = None  # for what sampler and learner differ by; null: none in sync mode, tis in the asynchronous ones
@@ -164,22 +180,10 @@ class Algorithm(Section):
     filter_zero_std: bool | None = None  # leave out groups whose rewards are all equal
 
 # %% ../../nbs/59_recipe.schema.ipynb #97f187d1
-class Optim(Section):
-    """AdamW and its schedule."""
-
-    lr: Positive = 1e-5
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    grad_clip: NonNegative = 1.0  # global norm; 0: none
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Amount = 0
-
-
 class TrainerSection(Section):
     """The loop: how long, how often, and with which class."""
 
-    type: Literal["self_hosted", "self_hosted_grpo", "self_hosted_cross_entropy", "self_hosted_opd"] | None = None  # null: by the algorithm
+    type: Literal["self_hosted", "self_hosted_grpo", "self_hosted_ppo", "self_hosted_cross_entropy", "self_hosted_opd"] | None = None  # null: by the algorithm
     total_train_steps: Amount = 100
     save_freq: Amount = 20  # steps; 0: never
     keep_last: Amount = 2  # checkpoints; 0: all
@@ -224,10 +228,10 @@ class TrainService(Section):
     backend: Literal["local", "http", "mock"] = "local"  # local: in this process; http: a training service (also spelt self-hosted, nextrainer, direct-zmq)
     url: str | None = None  # of a running service; null: the run starts one of its own
     identifier: str = "policy"  # of the group in the service
-    role: Literal["actor", "teacher", "reference"] = "actor"
+    role: Literal["actor", "teacher", "reference", "critic"] = "actor"
     world_size: Count = 1  # processes over which the model is sharded
-    path: str | None = None  # of a teacher or reference model: a folder, or a Hub id; the actor's is model.path
-    builder: str | None = None  # of a teacher or reference model: "file.py:function"
+    path: str | None = None  # of a teacher, reference or critic: a folder, or a Hub id; the actor's is model.path
+    builder: str | None = None  # of a teacher, reference or critic: "file.py:function"
     api_key: str | None = None  # null: NEXRL_TRAIN_KEY of the environment
     request_timeout: Positive = 600.0  # seconds that an answer may take
     checkpoint_root: str | None = None  # folder of the service that the run starts; null: in the run folder
@@ -254,6 +258,7 @@ class Service(Section):
     train_service: TrainService = Field(default_factory=TrainService)
     teacher_service: TrainService | None = None  # whose tokens' logprobs distillation learns from
     reference_service: TrainService | None = None  # of the KL penalty; null: the policy before training
+    critic_service: TrainService | None = None  # of ppo; null: where the policy is trained, beginning as the policy does
     inference_service: InferenceService = Field(default_factory=InferenceService)
 
 

@@ -145,7 +145,7 @@ def append_line(
 # %% ../../nbs/51_run.store.ipynb #8c91e5a3
 FREE_KEYS = (
     "project_name", "experiment_name", "output_dir", "logger", "trainer.save_freq", "trainer.keep_last", "trainer.checkpoint_path", "model.threads", "rollout_worker.num_workers",
-    *(f"service.{name}.{key}" for name in ("train_service", "teacher_service", "reference_service", "inference_service") for key in ("url", "api_key", "request_timeout")),
+    *(f"service.{name}.{key}" for name in ("train_service", "teacher_service", "reference_service", "critic_service", "inference_service") for key in ("url", "api_key", "request_timeout")),
     "service.train_service.checkpoint_root", "service.inference_service.max_retries", "service.inference_service.gpu_memory_utilization", "weight.path", "weight.keep", "runtime_monitor.health_check",
 )  # fmt: skip
 

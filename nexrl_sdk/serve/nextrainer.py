@@ -49,6 +49,7 @@ class GroupSpec:
     dispatch_mode: str = "dp"
     token_budget: int = 4096
     autocast: str = "none"
+    values: bool = False  # a critic's
 
     @classmethod
     def read(
@@ -56,6 +57,7 @@ class GroupSpec:
         given: Mapping[str, Any],  # config_dict
         world_size: int | None,
         dispatch_mode: str | None,
+        role: str = "actor",
     ) -> GroupSpec | None:  # None: it names no model
         """A group of a configuration; raises ConfigError with the nearest known key."""
         actor = given.get("actor") or {}
@@ -75,7 +77,7 @@ class GroupSpec:
             raise ConfigError(f"world_size must be a number of processes, 1 or more, not {size!r}")
         if dispatch_mode not in (None, *_DISPATCH):
             raise ConfigError(f"dispatch_mode {dispatch_mode!r} is not known{nearest(str(dispatch_mode), _DISPATCH)}")
-        return cls({**_MODEL, **model}, size, dispatch_mode or "dp", token_budget(given) or 4096, str(given.get("autocast") or "none"))
+        return cls({**_MODEL, **model}, size, dispatch_mode or "dp", token_budget(given) or 4096, str(given.get("autocast") or "none"), role == "critic")
 
     def differs(self, other: GroupSpec) -> str:
         """What another has otherwise, for a message; empty where nothing is."""
@@ -92,10 +94,10 @@ class GroupSpec:
         if self.world_size == 1:
             from nexrl_sdk.backend.local import LocalBackend
 
-            return LocalBackend(path, tokenizer, **m, threads=threads, token_budget=self.token_budget, autocast=self.autocast)
+            return LocalBackend(path, tokenizer, **m, threads=threads, token_budget=self.token_budget, autocast=self.autocast, values=self.values)
         from nexrl_sdk.serve.workers import WorkerGroup
 
-        return WorkerGroup(path, self.world_size, tokenizer=tokenizer, **m, token_budget=self.token_budget, autocast=self.autocast, dispatch_mode=self.dispatch_mode, log_dir=logs)
+        return WorkerGroup(path, self.world_size, tokenizer=tokenizer, **m, token_budget=self.token_budget, autocast=self.autocast, dispatch_mode=self.dispatch_mode, log_dir=logs, values=self.values)
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #52ade04a
 STATUS: tuple[tuple[type[BaseException], int], ...] = ((WireError, 400), (ConfigError, 400), (DataError, 400), (CheckpointError, 409), (NonFiniteError, 422), (NexRLError, 500), (OSError, 507))
@@ -307,8 +309,8 @@ class TrainService:
     def register(self, identifier: str | None, given: Mapping[str, Any], role: str, world_size: int | None, dispatch_mode: str | None) -> Group:
         """A group for a configuration: a new one, or the one of that name and model."""
         check_role(role)
-        spec, part = GroupSpec.read(given, world_size, dispatch_mode), actor_part(given)
-        read_actor(part)  # refused before anything is changed
+        spec, part = GroupSpec.read(given, world_size, dispatch_mode, role), actor_part(given)
+        read_actor(part, role)  # refused before anything is changed
         with self._lock:
             name = identifier or (next(iter(self.groups)) if len(self.groups) == 1 else "default")
             known = self.groups.get(name)
@@ -398,7 +400,7 @@ _TAKES: dict[str, tuple[type, ...]] = {  # argument -> what it may be
 
 _BATCH = ("batch", "tensors", "values", "metadata")  # under its name, or, as the documents send it, by itself
 _ARGUMENTS: dict[str, tuple[str, ...]] = {name: tuple(p for p in inspect.signature(getattr(InProcessTrainService, name)).parameters if p not in ("self", "stop_flag")) for name in (*MUTATING, *READING)}
-_ARGUMENTS |= {"update_actor": _BATCH, "compute_log_prob": (*_BATCH, "reference")}
+_ARGUMENTS |= {**dict.fromkeys(("update_actor", "update_critic", "compute_values"), _BATCH), "compute_log_prob": (*_BATCH, "reference")}
 
 
 def _check_types(name: str, a: Mapping[str, Any]) -> None:
@@ -460,9 +462,19 @@ def _optim_step(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
     return group.ready().optim_step(adam)
 
 
-def _update(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
-    _check_types("update_actor", a)
-    return group.ready().update_actor(_batch(a), stop_flag=group.stopping)
+def _update(name: str) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
+    """A training step, which the end of its group breaks off."""
+
+    def do(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
+        _check_types(name, a)
+        return getattr(group.ready(), name)(_batch(a), stop_flag=group.stopping)
+
+    return do
+
+
+def _values(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
+    _check_types("compute_values", a)
+    return group.ready().compute_values(_batch(a))
 
 
 def _log_prob(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
@@ -508,8 +520,10 @@ def _tensor(name: str, value: Any) -> Any:
 
 CALLS: dict[str, Callable[[TrainService, Group, dict[str, Any]], Any]] = {
     "init_model": _load,
-    "update_actor": _update,
+    "update_actor": _update("update_actor"),
+    "update_critic": _update("update_critic"),
     "compute_log_prob": _log_prob,
+    "compute_values": _values,
     "forward": _plain("forward"),
     "forward_backward": _plain("forward_backward"),
     "optim_step": _optim_step,

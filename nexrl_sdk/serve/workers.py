@@ -148,6 +148,7 @@ class WorkerSettings:
     tokenizer: str = ""  # folder with its files
     revision: str | None = None
     trust_remote_code: bool = False
+    values: bool = False
 
 
 class _Files:
@@ -173,7 +174,7 @@ class Worker:
     def _load(self) -> tuple[Any, Learner]:
         s = self.settings
         lora = None if s.lora is None else LoraConfig(**s.lora)
-        model = load_model(s.model, dtype=s.dtype, lora=lora, seed=s.seed, revision=s.revision, trust_remote_code=s.trust_remote_code, max_length=s.max_length, mesh=self.mesh)
+        model = load_model(s.model, dtype=s.dtype, lora=lora, seed=s.seed, revision=s.revision, trust_remote_code=s.trust_remote_code, max_length=s.max_length, mesh=self.mesh, values=s.values)
         return model, Learner(model, token_budget=s.token_budget, autocast=s.autocast, gradient_checkpointing=s.gradient_checkpointing, seed=0)
 
     def describe(self) -> dict[str, Any]:
@@ -682,6 +683,7 @@ class WorkerGroup(Backend):
         log_dir: str | Path | None = None,  # keep the ranks' logs here; None: they go when the group is closed
         revision: str | None = None,
         trust_remote_code: bool = False,
+        values: bool = False,  # a critic: it learns values
     ):
         if dispatch_mode not in ("dp", "broadcast"):
             raise ConfigError(f"dispatch_mode {dispatch_mode!r} is not known{nearest(dispatch_mode, ['dp', 'broadcast'])}")
@@ -697,7 +699,7 @@ class WorkerGroup(Backend):
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(str(self._folder / "tokenizer"))
         self.settings = WorkerSettings(self.path, dtype, kind, given, token_budget, autocast, gradient_checkpointing, max_length, seed, call_timeout,
-                                       str(self._folder / "tokenizer") if hasattr(self.tokenizer, "save_pretrained") else "", revision, trust_remote_code)  # fmt: skip
+                                       str(self._folder / "tokenizer") if hasattr(self.tokenizer, "save_pretrained") else "", revision, trust_remote_code, values)  # fmt: skip
         try:
             self.processes = RankProcesses(world_size, self.settings, self._folder, logs, start_timeout, call_timeout)
         except BaseException:

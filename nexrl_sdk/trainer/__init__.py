@@ -11,6 +11,7 @@ _exports: dict[str, str] = {
     "SelfHostedTrainer": "self_hosted",
     "SelfHostedGrpoTrainer": "grpo",
     "SelfHostedCrossEntropyTrainer": "cross_entropy",
+    "SelfHostedPpoTrainer": "ppo",
     "SelfHostedOpdTrainer": "opd",
     "RemoteApiTrainer": "remote",
 }

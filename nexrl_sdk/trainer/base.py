@@ -103,6 +103,7 @@ def interruptible(
 # %% ../../nbs/70_trainer.base.ipynb #28639aa9
 TRAINERS: dict[str, str] = {
     "self_hosted_grpo": "nexrl_sdk.trainer.grpo:SelfHostedGrpoTrainer",
+    "self_hosted_ppo": "nexrl_sdk.trainer.ppo:SelfHostedPpoTrainer",
     "self_hosted_cross_entropy": "nexrl_sdk.trainer.cross_entropy:SelfHostedCrossEntropyTrainer",
     "self_hosted_opd": "nexrl_sdk.trainer.opd:SelfHostedOpdTrainer",
 }

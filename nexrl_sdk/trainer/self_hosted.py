@@ -19,6 +19,7 @@ from ..algo.metrics import rollout_metrics
 from ..backend.http import create_train_service_client
 from ..backend.service import ActorConfig, TrainServiceClient
 from ..recipe.check import UNCLIPPED
+from ..recipe.config import OTHERS
 from ..tokens.render import pad_token_id
 from .base import BaseTrainer, _get
 from ..types import Batch, ConfigError, DataError, EvaluatorError, Trajectory, nearest
@@ -108,7 +109,7 @@ def service_sections(
     services = _get(config, "service", {})
     given = _get(config, "train_service") or _get(services, "train_service")
     entries = list(given.values()) if _named(given) else [given] if given else []
-    entries += [{**dict(_get(services, f"{role}_service")), "role": role} for role in ("teacher", "reference") if _get(services, f"{role}_service")]
+    entries += [{**dict(_get(services, f"{role}_service")), "role": role} for role in OTHERS if _get(services, f"{role}_service")]
     found: dict[str, Any] = {}
     for entry in entries:
         role = str(_get(entry, "role", "actor"))

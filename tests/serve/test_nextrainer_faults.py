@@ -324,7 +324,7 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from nexrl_sdk.launch.cli import main
 
     monkeypatch.delenv("NEXRL_TRAIN_KEY", raising=False)
-    for arguments, says in [(["--host", "0.0.0.0"], "needs a key"), (["--model", str(tmp_path / "no_model")], "there is no model folder"), (["--model", "x", "--role", "critic"], "no algorithm here")]:
+    for arguments, says in [(["--host", "0.0.0.0"], "needs a key"), (["--model", str(tmp_path / "no_model")], "there is no model folder"), (["--model", "x", "--role", "critc"], "critic")]:
         with pytest.raises(SystemExit) as ended:
             main(["serve", "train", "--root", str(tmp_path / "root"), *arguments])
         assert ended.value.code == 2 and says in capsys.readouterr().err

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from nexrl_sdk import LocalBackend, Recipe, Trainer
 from nexrl_sdk.backend.http import MockTrainServiceClient
 from nexrl_sdk.backend.train_server import start_train_service
-from nexrl_sdk.trainer import SelfHostedGrpoTrainer, SelfHostedOpdTrainer
+from nexrl_sdk.trainer import SelfHostedGrpoTrainer, SelfHostedOpdTrainer, SelfHostedPpoTrainer
 from nexrl_sdk.types import ConfigError
 
 ROWS = [{"prompt": f"{a}{b}: "} for a in "abcde" for b in "xyz"]
@@ -34,7 +34,7 @@ def service(tmp_path_factory):
 
 def recipe_of(models, algorithm):
     return Recipe(model={"path": str(models[0]), "dtype": "float32"}, data={"rows": ROWS, "batch_size": 4}, evaluator=reward, algorithm=algorithm, rollout_worker={"max_tokens": 6},
-                  trajectory_pool={"group_size": 4}, trainer={"total_train_steps": 3, "optim": {"lr": 3e-3}}, service={"teacher_service": {"path": str(models[1])}})  # fmt: skip
+                  trajectory_pool={"group_size": 4}, trainer={"total_train_steps": 3, "optim": {"lr": 3e-3}}, service={"teacher_service": {"path": str(models[1])}} if algorithm == "opd" or algorithm["type"] == "opd" else {})  # fmt: skip
 
 
 def bare(service, models, algorithm, tag):
@@ -43,7 +43,8 @@ def bare(service, models, algorithm, tag):
     def section(role, path):
         return {"backend": "http", "url": service.url, "api_key": service.key, "identifier": f"{role}-{tag}", "role": role, "resource": {"world_size": 1}, "actor": {"model": {"path": str(path), "dtype": "float32"}}}
 
-    services = {"student_service": section("actor", models[0]), **({"teacher_service": section("teacher", models[1])} if tag == "opd" else {})}
+    other = {"opd": ("teacher", models[1]), "ppo": ("critic", models[0])}.get(tag)
+    services = {"student_service": section("actor", models[0]), **({"other_service": section(*other)} if other else {})}
     return OmegaConf.create({"train_service": services, "algorithm": algorithm, "optim": {"lr": 3e-3}, "rollout_worker": {"max_tokens": 6}, "total_train_steps": 3})
 
 
@@ -51,6 +52,7 @@ def bare(service, models, algorithm, tag):
 @pytest.mark.parametrize(("cls", "algorithm", "tag"), [
     (SelfHostedOpdTrainer, {"type": "opd"}, "opd"),
     (SelfHostedGrpoTrainer, {"type": "grpo", "use_kl_in_reward": True, "critic": {"kl_ctrl": {"type": "adaptive", "kl_reward_coef": 0.1, "target_kl": 0.01, "horizon": 50}}}, "kl"),
+    (SelfHostedPpoTrainer, {"type": "ppo", "critic": {"optim": {"lr": 1e-2}, "cliprange_value": 0.3}, "ppo_epochs": 2}, "ppo"),
 ])  # fmt: skip
 def test_the_same_numbers_as_in_process(service, models, cls, algorithm, tag):
     """Three steps on the same rollouts: loss, gradient norm, KL and coefficient agree to 1e-5."""
@@ -61,7 +63,7 @@ def test_the_same_numbers_as_in_process(service, models, cls, algorithm, tag):
             rollouts = local.rollout()
             mine, theirs = local.train(rollouts), remote.train(list(rollouts))
             local.publish()
-            for name in ("loss", "grad_norm", "distill/reverse_kl", "policy/ref_kl", "policy/kl_coef"):
+            for name in ("loss", "grad_norm", "distill/reverse_kl", "policy/ref_kl", "policy/kl_coef", "critic/loss", "critic/grad_norm", "critic/explained_variance"):
                 assert (name in mine) == (name in theirs)
                 assert mine.get(name, 0.0) == pytest.approx(theirs.get(name, 0.0), rel=1e-5, abs=1e-6), name
         after = local._train_service_client.compute_log_prob(local.prepare(rollouts).to_nextrainer_batch())["tensors"]["old_log_probs"]
