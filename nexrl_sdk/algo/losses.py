@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -431,8 +432,12 @@ def _config_keys(function: Callable[..., Any]) -> frozenset[str] | None:
     return own if not takes_any else own | _SHARED if function in _BUILT_IN else None
 
 
+_NAMES = ("kl_estimator", "correction")  # the keywords that are not numbers
+
+
 def _problems(config: Mapping[str, Any]) -> Iterable[str]:
     """What cannot be right in the values of a loss configuration."""
+    yield from (f"{k} must be a number, not {v!r}" for k, v in config.items() if k not in _NAMES and v is not None and (isinstance(v, bool) or not isinstance(v, numbers.Real)))
     low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
     if (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1):
         yield f"clip_low_threshold must be in [0, 1] and clip_high_threshold at least 1 (ratios, such as 0.8 and 1.2), not {low} and {high}"

@@ -24,7 +24,7 @@ from .base import Backend
 from ..engine.checkpoint import load_checkpoint, prune, save_checkpoint
 from ..engine.learner import Learner, lr_schedule, split_config
 from ..engine.model import load_model
-from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigError, DataError, Datum, nearest
+from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigError, DataError, Datum, NonFiniteError, nearest
 
 # %% auto #0
 __all__ = ['ROLES', 'MANIFEST', 'ActorConfig', 'read_actor', 'actor_part', 'token_budget', 'TrainServiceClient', 'make_datums',
@@ -218,7 +218,7 @@ class TrainServiceClient(ABC):
         global_step: int = 0,
         saved_fully_shared_ckpt: bool = True,  # each process writes its part; there is no other way here
         save_weight_only: bool = False,  # a model folder for transformers, without the optimizer
-        remove_previous_ckpt: bool = True,  # the one that was written before it, once this one is complete
+        remove_previous_ckpt: bool = True,  # the one that was written before it, once this one is complete; copies elsewhere stay
         keep_last: int | None = None,  # checkpoints that stay beside it, itself included; None: all
     ) -> dict[str, Any]:
         """Write a checkpoint, complete or not at all."""
@@ -372,7 +372,12 @@ class InProcessTrainService(TrainServiceClient):
         for epoch in range(self.config.ppo_epochs):
             for start in range(0, len(whole), size):
                 first = epoch == 0 and start == 0
-                parts += self._mini_step(whole.slice(start, start + size), adam, stop_flag if first else None)
+                try:
+                    parts += self._mini_step(whole.slice(start, start + size), adam, stop_flag if first else None)
+                except NonFiniteError as e:
+                    if not parts:
+                        raise
+                    raise NonFiniteError(f"{e}. {len(parts)} optimizer steps of this batch had been taken before it: go back to the last checkpoint") from e
         if not parts:
             raise DataError(f"none of the batch's {len(whole)} rows has a token that was sampled (loss_mask): there is nothing to learn from")
         self.steps = step + 1

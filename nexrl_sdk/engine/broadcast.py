@@ -109,6 +109,10 @@ def check_spec(
     missing = {"host", "port", "backend", "world_size", "names", "dtypes", "shapes"} - set(spec)
     if missing:
         raise DataError(f"a broadcast needs {', '.join(sorted(missing))}")
+    kinds: dict[str, Any] = {"host": str, "port": int, "backend": str, "names": (list, tuple), "dtypes": (list, tuple), "shapes": (list, tuple), "timeout": (int, float)}
+    for key, kind in kinds.items():
+        if key in spec and not isinstance(spec[key], kind):
+            raise DataError(f"a broadcast's {key} cannot be {spec[key]!r}")
     if spec["backend"] not in BACKENDS:
         raise DataError(f"weights are broadcast by gloo or nccl, not {spec['backend']!r}{nearest(str(spec['backend']), BACKENDS)}")
     if not isinstance(spec["world_size"], int) or spec["world_size"] < 2:
@@ -116,9 +120,9 @@ def check_spec(
     if not (len(spec["names"]) == len(spec["dtypes"]) == len(spec["shapes"])) or not spec["names"]:
         raise DataError(f"a broadcast names as many dtypes and shapes as weights: {len(spec['names'])} names, {len(spec['dtypes'])} dtypes, {len(spec['shapes'])} shapes")
     for name, kind, shape in zip(spec["names"], spec["dtypes"], spec["shapes"], strict=True):
-        if kind not in DTYPES:
+        if not isinstance(kind, str) or kind not in DTYPES:
             raise DataError(f"weight {name} has dtype {kind!r}, which is not known{nearest(str(kind), DTYPES)}")
-        if not all(isinstance(x, int) and x >= 0 for x in shape):
+        if not isinstance(shape, (list, tuple)) or not all(isinstance(x, int) and x >= 0 for x in shape):
             raise DataError(f"weight {name} has shape {shape!r}; sizes are whole numbers")
 
 # %% ../../nbs/24_engine.broadcast.ipynb #ef51bb27

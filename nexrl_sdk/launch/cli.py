@@ -80,6 +80,8 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
         label = "held-out reward" if summary["reward/of"].startswith("held") else "training reward"
         result = f"{label}  {_number(summary['reward/before'])} -> {_number(summary['reward/after'])}"
     done = ["this run was finished already; with --steps it is trained further"] if summary.get("finished") else []
+    if "reverse_kl/first" in summary:  # distillation: what is learned from; rewards are only looked at
+        done.append(f"reverse KL       {summary['reverse_kl/first']:.3f} -> {summary['reverse_kl/last']:.3f} nats a token, from the teacher")
     lines = [*done, f"{result}  ({summary['steps']} steps, {summary['seconds']:.1f} s)", f"run folder       {folder}"]
     if report:
         lines.append(f"report           {folder}/report.html")

@@ -122,7 +122,7 @@ def test_spellings() -> None:
 def test_what_a_service_in_this_process_cannot_be(tiny_qwen2: Path, tmp_path: Path) -> None:
     with LocalBackend(tiny_qwen2, device="cpu") as backend:
         service = backend.train_service
-        for options, says in (({"world_size": 2}, "world_size is 2"), ({"role": "critic"}, "no algorithm here"), ({"role": "actr"}, "did you mean 'actor'"), ({"zmq_base_port": 5}, "leave it out")):
+        for options, says in (({"world_size": 2}, "world_size is 2"), ({"role": "critic"}, "is a language model"), ({"role": "actr"}, "did you mean 'actor'"), ({"zmq_base_port": 5}, "leave it out")):
             with pytest.raises(ConfigError, match=says):
                 service.initialize_worker(config_dict={}, **options)  # type: ignore[arg-type]
         path = tmp_path / "c.yaml"

@@ -250,6 +250,19 @@ def start_sampling(engine: Any, server: Any, count: int, stop_flag: threading.Ev
     return under_way
 
 
+def pause_within(engine: Any, server: Any) -> Sampling:
+    """A completion that a pause has caught half-way."""
+    for _ in range(3):
+        under_way = start_sampling(engine, server, 4)
+        engine.pause()
+        time.sleep(0.3)
+        if under_way.is_alive():
+            return under_way
+        engine.resume()
+        under_way.result()  # what failed says so; what was merely quicker is tried again
+    raise AssertionError("every completion had ended before the pause")
+
+
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -258,8 +271,7 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def test_completions_go_on_over_an_update(engine: Any, vllm_server: Any, vllm_model: Any) -> None:
-    under_way = start_sampling(engine, vllm_server, 4)
-    engine.pause()
+    under_way = pause_within(engine, vllm_server)
     engine.update_from_folder(vllm_model(1), 3)
     engine.reset_prefix_cache()
     time.sleep(0.3)
@@ -275,8 +287,7 @@ def test_completions_go_on_over_an_update(engine: Any, vllm_server: Any, vllm_mo
 
 
 def test_scores_while_paused_and_draws_again_after_a_roll_back(engine: Any, vllm_server: Any, vllm_model: Any) -> None:
-    under_way = start_sampling(engine, vllm_server, 4)
-    engine.pause()
+    under_way = pause_within(engine, vllm_server)
     engine.update_from_folder(vllm_model(1), 3)
     close_to(engine.logprobs([PROMPT])[0], oracle(vllm_model(1), PROMPT))
     assert engine.health()["paused"]

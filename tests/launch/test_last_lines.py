@@ -48,3 +48,9 @@ def test_an_evaluator_that_has_to_be_changed_needs_a_new_run(tmp_path):
     error = EvaluatorError("64 of 64 rollouts failed")
     error.run_folder = str(tmp_path)
     assert "nexrl resume" in message_for(error) and "begin a new one" in message_for(error)
+
+
+def test_distillation_says_how_far_the_teacher_is(tmp_path):
+    lines = [{"step": i, "reward/mean": 0.5, "distill/reverse_kl": 1.2 / i} for i in (1, 2, 3)]
+    said = closing(tmp_path, **{k: v for k, v in summarize(lines, 1.0).items() if k.startswith("reverse_kl")})
+    assert "reverse KL       1.200 -> 0.400" in said and "held-out reward" in said

@@ -126,7 +126,7 @@ def test_flat_service_and_its_config():
         ({"trainer": {"train_service": {"backend": "local", "world_size": 8}}}, "world_size: 8 needs a training service"),
         ({"weight": {"sync_mode": "fully-asynch"}}, "'fully-asynch' is not known; did you mean 'fully-async'?"),
         ({"weight": {"staleness_threshold": -1}}, "weight.staleness_threshold: must be 0 or more, not -1"),
-        ({"service": {"train_service": {"a": {"role": "critic"}}}}, "service.train_service.a.role: 'critic' is not known"),
+        ({"service": {"train_service": {"a": {"role": "critc"}}}}, "service.train_service.a.role: 'critc' is not known"),
         ({"rollout_worker": {"type": "nexau", "evaluator_module_path": "a.py:b"}}, "'nexau' needs an agent backend"),
         ({"trainer": {"type": "remote_api_grpo"}}, "use 'self_hosted_grpo'"),
         ({"runtime_monitor": {"health_check": {"timeout": 0}}}, "runtime_monitor.health_check.timeout: must be greater than 0, not 0"),

@@ -395,7 +395,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"config_dict": {}}, "names no model"), ({"config_dict": {"modle": {"path": "x"}}}, "actor.modle is not known"), ({"config_dict": {"model": {"pth": "x"}}}, "did you mean 'path'"), ({"config_dict": {"model": {"dtype": "float32"}}}, "needs a model"),
     ({"config_dict": {"actor": {"clip_ratoi": 1}, "model": {"path": "x"}}}, "did you mean 'clip_ratio'"), ({"config_dict": {"model": {"path": "x"}, "actor": {}, "modell": 1}}, "config_dict.modell"), ({"config_dict": [1]}, "must be a mapping"),
     ({"config_dict": {"model": {"path": "x"}}, "world_size": 0}, "1 or more"), ({"config_dict": {"model": {"path": "x"}}, "world_size": "2"}, "1 or more"), ({"config_dict": {"model": {"path": "x"}}, "dispatch_mode": "brodcast"}, "did you mean 'broadcast'"),
-    ({"config_dict": {"model": {"path": "x"}}, "role": "critic"}, "no algorithm here"), ({"config_dict": {"model": {"path": "x", "trust_remote_code": True}}}, "--trust-remote-code"), ({"config_dict": {"model": {"path": "x"}}, "zmq_base_port": 5555}, "leave it out"),
+    ({"config_dict": {"model": {"path": "x"}}, "role": "critc"}, "did you mean .critic."), ({"config_dict": {"model": {"path": "x", "trust_remote_code": True}}}, "--trust-remote-code"), ({"config_dict": {"model": {"path": "x"}}, "zmq_base_port": 5555}, "leave it out"),
     ({"config_path": "/etc/passwd"}, "below the service's root"), ({"config_path": "none.yaml"}, "none.yaml"), ({"config_dict": {"model": {"path": "x"}, "token_budget": 0}}, "token_budget"),
 ]  # fmt: skip
 
