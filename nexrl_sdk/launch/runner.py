@@ -41,7 +41,8 @@ def summarize(
     else:
         n = max(1, min(10, len(trained) // 2))  # windows that do not overlap
         before, after, of = _mean(trained[:n]), _mean(trained[-n:]), "training rows, the first and last " + ("ten steps" if n == 10 else "step" if n == 1 else f"{n} steps")
-    losses, alike = [line["loss"] for line in lines if "loss" in line], _mean([line["group/frac_zero_std"] for line in lines if "group/frac_zero_std" in line])
+    compared = [line for line in lines if line.get("group/size", 2) > 1 and "distill/reverse_kl" not in line]  # else groups are not what is learned from
+    losses, alike = [line["loss"] for line in lines if "loss" in line], _mean([line["group/frac_zero_std"] for line in compared if "group/frac_zero_std" in line])
     summary = {"reward/before": before, "reward/after": after, "reward/of": of, "steps": steps, "seconds": round(seconds, 3), **({} if alike is None else {"group/frac_zero_std": alike})}
     apart = [line["distill/reverse_kl"] for line in lines if "distill/reverse_kl" in line]
     summary |= {"reverse_kl/first": apart[0], "reverse_kl/last": apart[-1]} if apart else {}

@@ -25,6 +25,8 @@ def test_rewards_that_never_differ_are_named(tmp_path):
     lines = [{"step": i, "reward/mean": 1.0, "group/frac_zero_std": 1.0} for i in (1, 2)]
     assert "nothing to learn from" in closing(tmp_path, **{"group/frac_zero_std": summarize(lines, 1.0)["group/frac_zero_std"]})
     assert "nothing to learn from" not in closing(tmp_path, **{"group/frac_zero_std": 0.3})
+    alone = [{"step": i, "reward/mean": 1.0, "group/frac_zero_std": 1.0, "group/size": 1.0} for i in (1, 2)]  # one answer a prompt, and a critic
+    assert "group/frac_zero_std" not in summarize(alone, 1.0)
 
 
 def test_supervised_learning_is_not_offered_groups(tmp_path):
