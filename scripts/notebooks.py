@@ -107,7 +107,9 @@ def check() -> None:
 @app.command()
 def docs() -> None:
     """Build the documentation site into _docs/ (settings in nbs/_sphinx)."""
-    sys.exit(_run("sphinx-build", "-q", "-b", "html", "-c", "nbs/_sphinx", "nbs", "_docs"))
+    code = _run("sphinx-build", "-q", "-b", "html", "-c", "nbs/_sphinx", "nbs", "_docs")
+    shutil.rmtree(ROOT / "jupyter_execute", ignore_errors=True)  # where the notebooks were run, beside the site
+    sys.exit(code)
 
 
 if __name__ == "__main__":
