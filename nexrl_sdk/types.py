@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +19,7 @@ import numpy as np
 
 # %% auto #0
 __all__ = ['STATUSES', 'NexRLError', 'ConfigError', 'DataError', 'ContextOverflowError', 'EvaluatorError', 'NonFiniteError',
-           'CheckpointError', 'RunFolderError', 'BackendError', 'Interrupted', 'nearest', 'SamplingParams',
+           'CheckpointError', 'RunFolderError', 'BackendError', 'Interrupted', 'nearest', 'is_number', 'SamplingParams',
            'AdamParams', 'Completion', 'Datum', 'Trajectory', 'FloatList', 'Batch']
 
 # %% ../nbs/00_types.ipynb #d82c7141
@@ -73,6 +74,14 @@ def nearest(
     hint = f"; did you mean {[*swapped, *close][0]!r}?" if close else ""
     return hint + (f" (valid: {', '.join(valid)})" if len(valid) <= 24 else "")
 
+# %% ../nbs/00_types.ipynb #31056edc
+def is_number(value: object) -> bool:
+    """Whether it is a finite number that float64 can hold; True and False are none."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
 # %% ../nbs/00_types.ipynb #548972b6
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -119,8 +128,8 @@ class AdamParams:
     grad_clip_norm: float = 0.0  # global norm that gradients are scaled down to; 0: no clipping
 
     def __post_init__(self) -> None:
-        if not (self.learning_rate >= 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.weight_decay >= 0 and self.grad_clip_norm >= 0):
-            raise ConfigError(f"AdamW needs learning_rate, weight_decay, grad_clip_norm >= 0, betas in [0, 1) and eps > 0, not {self}")
+        if not (all(is_number(v) for v in asdict(self).values()) and self.learning_rate >= 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.weight_decay >= 0 and self.grad_clip_norm >= 0):
+            raise ConfigError(f"AdamW needs finite numbers: learning_rate, weight_decay, grad_clip_norm >= 0, betas in [0, 1) and eps > 0, not {str(self)[:500]}")
 
 # %% ../nbs/00_types.ipynb #5fc08375
 @dataclass(slots=True)

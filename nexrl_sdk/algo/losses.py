@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from .advantages import lookup
-from ..types import ConfigError, DataError, NonFiniteError, nearest
+from ..types import ConfigError, DataError, NonFiniteError, is_number, nearest
 
 # %% auto #0
 __all__ = ['LOG_RATIO_CAP', 'Pairs', 'KL_CAP', 'KL_ESTIMATORS', 'CORRECTIONS', 'LossFn', 'LOSSES', 'ON_VALUES', 'REQUIRED_FIELDS',
@@ -432,12 +431,12 @@ def _config_keys(function: Callable[..., Any]) -> frozenset[str] | None:
     return own if not takes_any else own | _SHARED if function in _BUILT_IN else None
 
 
-_NAMES = ("kl_estimator", "correction")  # the keywords that are not numbers
+_NAMES, _OFF = ("kl_estimator", "correction"), ("dual_clip", "cliprange_value")  # the keywords that are not numbers, and those that may be None
 
 
 def _problems(config: Mapping[str, Any]) -> Iterable[str]:
     """What cannot be right in the values of a loss configuration."""
-    yield from (f"{k} must be a number, not {v!r}" for k, v in config.items() if k not in _NAMES and v is not None and (isinstance(v, bool) or not isinstance(v, numbers.Real)))
+    yield from (f"{k} must be a finite number, not {str(v)[:100]!r}" for k, v in config.items() if k not in _NAMES and not is_number(v) and not (v is None and k in _OFF))
     low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
     if (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1):
         yield f"clip_low_threshold must be in [0, 1] and clip_high_threshold at least 1 (ratios, such as 0.8 and 1.2), not {low} and {high}"

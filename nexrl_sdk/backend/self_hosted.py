@@ -310,8 +310,10 @@ class Starting:
         client = create_train_service_client(section.backend, url, section.identifier, **({} if section.backend == "mock" else {"key": key, "request_timeout": section.request_timeout}))
         self.owned.callback(self._leave, client)
         began = time.perf_counter()
-        client.initialize_worker(config_dict=group_settings(self.recipe, role), role=role, world_size=section.world_size)
+        known = client.initialize_worker(config_dict=group_settings(self.recipe, role), role=role, world_size=section.world_size).get("state") == "ready"
         client.init_model()
+        if known and role in ("actor", "critic"):
+            client.reset()  # what another run has trained, or this one before it was broken off: a resume loads its checkpoint
         self.say(f"the {role} is ready ({section.world_size} process{'es' if section.world_size > 1 else ''}, {time.perf_counter() - began:.0f} s)")
         return client
 

@@ -24,11 +24,11 @@ from .base import Backend
 from ..engine.checkpoint import load_checkpoint, prune, save_checkpoint
 from ..engine.learner import Learner, lr_schedule, split_config
 from ..engine.model import load_model
-from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigError, DataError, Datum, NonFiniteError, nearest
+from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigError, DataError, Datum, NonFiniteError, is_number, nearest
 
 # %% auto #0
-__all__ = ['ROLES', 'MANIFEST', 'ActorConfig', 'read_actor', 'actor_part', 'token_budget', 'TrainServiceClient', 'make_datums',
-           'InProcessTrainService', 'check_role', 'read_settings', 'copy_to', 'fetched']
+__all__ = ['ROLES', 'MANIFEST', 'ActorConfig', 'section_of', 'read_actor', 'actor_part', 'token_budget', 'TrainServiceClient',
+           'make_datums', 'InProcessTrainService', 'check_role', 'read_settings', 'copy_to', 'fetched']
 
 # %% ../../nbs/31_backend.service.ipynb #a346e5ff
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class ActorConfig:
     total_steps: int = 1  # that the schedule spans
 
     def __post_init__(self) -> None:
-        if self.loss_fn not in LOSSES:
+        if not isinstance(self.loss_fn, str) or self.loss_fn not in LOSSES:
             raise ConfigError(f"loss_fn {self.loss_fn!r} is not known{nearest(self.loss_fn, LOSSES)}")
         if self.ppo_epochs < 1 or (self.mini_batch_size is not None and self.mini_batch_size < 1):
             raise ConfigError(f"ppo_epochs and mini_batch_size must be at least 1, not {self.ppo_epochs} and {self.mini_batch_size}")
-        if not callable(self.loss_agg_mode) and self.loss_agg_mode not in AGGREGATIONS:
+        if not callable(self.loss_agg_mode) and (not isinstance(self.loss_agg_mode, str) or self.loss_agg_mode not in AGGREGATIONS):
             raise ConfigError(f"loss_agg_mode {self.loss_agg_mode!r} is not known{nearest(self.loss_agg_mode, AGGREGATIONS)}")
         check_loss(self.loss_fn, split_config(self.loss_config)[1])
         self.adam(0)
@@ -83,22 +83,53 @@ def _identity(value: Any) -> Any:
     return value
 
 
+def _real(value: Any) -> float:
+    """A finite number, also as text: YAML has 2e-6 as text."""
+    found = float(value)
+    if isinstance(value, bool) or not is_number(found):
+        raise ValueError("it must be a finite number")
+    return found
+
+
+def _whole(value: Any) -> int:
+    if _real(value) != int(value):
+        raise ValueError("it must be a whole number")
+    return int(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("it must be true or false")
+    return value
+
+
+def section_of(
+    given: Mapping[str, Any],
+    key: str,
+) -> dict[str, Any]:  # empty where there is none
+    """A section of a configuration; raises ConfigError where it is anything but a mapping."""
+    found = given.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigError(f"{key} must be a section (a mapping), not {str(found)[:100]!r}")
+    return dict(found or {})
+
+
 _SAME: dict[str, str] = {  # the documents' key -> a field of ActorConfig
     "optim.lr": "lr", "optim.betas": "betas", "optim.eps": "eps", "optim.weight_decay": "weight_decay", "optim.grad_clip": "grad_clip",
     "optim.schedule": "schedule", "optim.lr_scheduler": "schedule", "optim.lr_scheduler_type": "schedule", "optim.warmup_steps": "warmup_steps",
     "optim.lr_warmup_steps": "warmup_steps", "optim.total_steps": "total_steps", "optim.total_training_steps": "total_steps", "ppo_mini_batch_size": "mini_batch_size",
 }  # fmt: skip
-_KINDS: dict[str, Callable[[Any], Any]] = {  # as what a field is read: YAML has 2e-6 as text
-    **dict.fromkeys(("lr", "eps", "weight_decay", "grad_clip"), float), **dict.fromkeys(("ppo_epochs", "mini_batch_size", "warmup_steps", "total_steps"), int),
-    "betas": lambda pair: (float(pair[0]), float(pair[1])),
+_KINDS: dict[str, Callable[[Any], Any]] = {  # as what a field is read
+    **dict.fromkeys(("lr", "eps", "weight_decay", "grad_clip"), _real), **dict.fromkeys(("ppo_epochs", "mini_batch_size", "warmup_steps", "total_steps"), _whole),
+    "betas": lambda pair: (_real(pair[0]), _real(pair[1])),
 }  # fmt: skip
 _LOSS: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {  # the documents' key -> keywords of the loss
-    "clip_ratio": (("clip_low_threshold", lambda x: 1 - float(x)), ("clip_high_threshold", lambda x: 1 + float(x))),
-    "clip_ratio_low": (("clip_low_threshold", lambda x: 1 - float(x)),),
-    "clip_ratio_high": (("clip_high_threshold", lambda x: 1 + float(x)),),
-    "clip_ratio_c": (("dual_clip", float),), "dual_clip": (("dual_clip", float),),
-    "entropy_coeff": (("entropy_coef", float),), "kl_loss_coef": (("kl_coef", float),), "kl_loss_type": (("kl_estimator", _identity),),
-    "temperature": (("temperature", float),), "cliprange_value": (("cliprange_value", float),),
+    "clip_ratio": (("clip_low_threshold", lambda x: 1 - _real(x)), ("clip_high_threshold", lambda x: 1 + _real(x))),
+    "clip_ratio_low": (("clip_low_threshold", lambda x: 1 - _real(x)),),
+    "clip_ratio_high": (("clip_high_threshold", lambda x: 1 + _real(x)),),
+    "clip_ratio_c": (("dual_clip", _real),), "dual_clip": (("dual_clip", _real),),
+    "entropy_coeff": (("entropy_coef", _real),), "kl_loss_coef": (("kl_coef", _real),), "kl_loss_type": (("kl_estimator", _identity),),
+    "temperature": (("temperature", _real),), "cliprange_value": (("cliprange_value", _real),),
 }  # fmt: skip
 
 
@@ -107,8 +138,8 @@ def read_actor(
     role: str = "actor",  # of the group: a critic's loss is another
 ) -> ActorConfig:
     """An actor's configuration in either spelling; raises ConfigError with the nearest known key."""
-    flat = {k: v for k, v in given.items() if k != "optim"} | {f"optim.{k}": v for k, v in dict(given.get("optim") or {}).items()}
-    uses_kl, loss = flat.pop("use_kl_loss", True), dict(flat.pop("loss_config", None) or {})
+    flat = {k: v for k, v in given.items() if k not in ("optim", "loss_config")} | {f"optim.{k}": v for k, v in section_of(given, "optim").items()}
+    uses_kl, loss = _read("use_kl_loss", _flag, flat.pop("use_kl_loss", True)), section_of(given, "loss_config")
     known = [*ActorConfig.__dataclass_fields__, *_SAME, *_LOSS, "use_kl_loss"]
     fields: dict[str, Any] = {"loss_fn": "value"} if role == "critic" else {}
     for key in sorted(flat, key=lambda k: k == "clip_ratio", reverse=True):  # its two sides win over it
@@ -126,7 +157,7 @@ def read_actor(
 def _read(key: str, change: Callable[[Any], Any], value: Any) -> Any:
     try:
         return value if value is None else change(value)
-    except (TypeError, ValueError, LookupError) as e:
+    except (TypeError, ValueError, LookupError, OverflowError) as e:
         raise ConfigError(f"actor.{key} cannot be {value!r}: {e}") from e
 
 # %% ../../nbs/31_backend.service.ipynb #775212df
@@ -138,8 +169,7 @@ def actor_part(
     given: Mapping[str, Any],  # config_dict
 ) -> dict[str, Any]:
     """What of a configuration says how to learn."""
-    actor = given.get("actor")
-    rest = dict(actor) if actor is not None else {k: v for k, v in given.items() if k not in ("resource", *_RUNNING)}
+    rest = section_of(given, "actor") if given.get("actor") is not None else {k: v for k, v in given.items() if k not in ("resource", *_RUNNING)}
     return {k: v for k, v in rest.items() if k not in ("model", *_BUDGETS)}
 
 
@@ -147,10 +177,10 @@ def token_budget(
     given: Mapping[str, Any],  # config_dict
 ) -> int | None:  # tokens of a micro-batch; None: it does not say
     """How much of a batch is computed at once."""
-    found = [place[k] for place in (given, given.get("actor") or {}) for k in _BUDGETS if place.get(k) is not None]
+    found = [place[k] for place in (given, section_of(given, "actor")) for k in _BUDGETS if place.get(k) is not None]
     if not found:
         return None
-    if not isinstance(found[0], int) or found[0] < 1:
+    if not isinstance(found[0], int) or isinstance(found[0], bool) or found[0] < 1:
         raise ConfigError(f"token_budget must be a number of tokens, 1 or more, not {found[0]!r}")
     return found[0]
 

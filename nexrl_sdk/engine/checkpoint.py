@@ -29,9 +29,9 @@ from .shard import Ranks, plain_class, shard_rows, sharded_modules, whole
 from ..types import CheckpointError
 
 # %% auto #0
-__all__ = ['MANIFEST', 'META', 'SHARDS', 'FORMAT', 'Checkpoint', 'sweep', 'publish', 'save_checkpoint', 'read_manifest',
-           'load_checkpoint', 'save_shards', 'load_shards', 'complete_checkpoints', 'latest_checkpoint', 'prune',
-           'full_weights', 'merged_weights', 'export_hf']
+__all__ = ['MANIFEST', 'META', 'SHARDS', 'FORMAT', 'Checkpoint', 'check_target', 'sweep', 'publish', 'save_checkpoint',
+           'read_manifest', 'load_checkpoint', 'save_shards', 'load_shards', 'complete_checkpoints',
+           'latest_checkpoint', 'prune', 'full_weights', 'merged_weights', 'export_hf']
 
 # %% ../../nbs/23_engine.checkpoint.ipynb #542ecc52
 MANIFEST, META = "manifest.json", "meta.json"
@@ -88,9 +88,25 @@ def _lock(folder: Path) -> int | None:
     return fd
 
 
+def check_target(
+    target: Path,  # where something is to be written
+    checkpoint: bool,  # a checkpoint; else a model or an adapter
+) -> None:
+    """Raise CheckpointError where writing would replace anything but an older one of the same kind."""
+    if not target.exists():
+        return
+    inside = [p.name for p in target.iterdir() if p.is_file()] if target.is_dir() else []
+    what, ours = ("checkpoint", MANIFEST) if checkpoint else ("model", "config.json or adapter_config.json")
+    same = (MANIFEST in inside) == checkpoint and (checkpoint or {"config.json", "adapter_config.json"} & set(inside))
+    files_alone = target.is_dir() and len(inside) == len(list(target.iterdir()))
+    if not (files_alone and (same or not inside)):
+        raise CheckpointError(f"{target} is there already and is no {what} (a folder of files with {ours}), so it is not replaced by one; choose another place, or remove it first")
+
+
 @contextmanager
-def _workplace(target: Path) -> Iterator[Path]:
+def _workplace(target: Path, checkpoint: bool) -> Iterator[Path]:
     """A locked hidden folder beside the target, removed at the end if it is still there."""
+    check_target(target, checkpoint)
     target.parent.mkdir(parents=True, exist_ok=True)
     fd = None
     while fd is None:  # a sweeper may take a folder in the instant before it is locked
@@ -235,7 +251,7 @@ def save_checkpoint(
     text = _meta_text(meta)
     sweep(target.parent)
     needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values()) + len(text) + 65536
-    with _space(target, needed), _workplace(target) as work:
+    with _space(target, needed), _workplace(target, True) as work:
         _write(work, tensors, text)
         publish(work, target)
     if keep_last is not None:
@@ -336,7 +352,7 @@ def save_shards(
             if first:
                 sweep(target.parent)
                 with _space(target, needed):
-                    work = stack.enter_context(_workplace(target))
+                    work = stack.enter_context(_workplace(target, True))
         work = Path(ranks.gather(str(work))[0])
         with ranks.together(), _space(target, size):
             entry = _write_shard(work / f"{_shard_stems(stem, ranks.size)[ranks.rank]}.safetensors", tensors, first)
@@ -543,7 +559,7 @@ def export_hf(
 def _write_export(model: EngineModel, tokenizer: Any, target: Path, adapter: str | None, merge: bool, tensors: dict[str, Tensor] | None = None) -> None:
     sweep(target.parent)
     needed = sum(p.numel() * p.element_size() for p in model.base.parameters()) if merge else 0
-    with _space(target, needed), _workplace(target) as work:
+    with _space(target, needed), _workplace(target, False) as work:
         if merge:
             _export_model(model, merged_weights(model, adapter) if tensors is None else tensors, work)
         else:

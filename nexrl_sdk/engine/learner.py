@@ -23,7 +23,7 @@ from .layout import Layout, lay_out, layouts, split_by_budget
 from .logprobs import fused_logprobs
 from .model import EngineModel, base_fingerprint
 from .shard import Ranks, local
-from ..types import AdamParams, BackendError, CheckpointError, ConfigError, ContextOverflowError, DataError, Datum, Interrupted, NexRLError, NonFiniteError, nearest
+from ..types import AdamParams, BackendError, CheckpointError, ConfigError, ContextOverflowError, DataError, Datum, Interrupted, NexRLError, NonFiniteError, is_number, nearest
 
 # %% auto #0
 __all__ = ['ForwardOutput', 'check_datums', 'split_config', 'Call', 'Trained', 'compare_states', 'Learner']
@@ -79,7 +79,7 @@ def split_config(
     """Take the temperature out of a loss configuration."""
     rest = dict(config or {})
     temperature = rest.pop("temperature", 1.0)
-    if not (isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)):
+    if not (is_number(temperature) and temperature > 0):
         raise ConfigError(f"loss_config's temperature must be a number above 0, not {temperature!r}; for greedy samples use 1")
     return float(temperature), rest
 

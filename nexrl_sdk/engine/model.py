@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .llama import Llama, PackedRows, pack_rows, packed_forward, read_llama, run_layer
 from .shard import Ranks, shard_module, with_packed
-from ..types import ConfigError, nearest
+from ..types import ConfigError, is_number, nearest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,8 +91,9 @@ class LoraConfig:
     seed: int = 0  # of A's initialisation
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not 0 <= self.dropout < 1:
-            raise ConfigError(f"LoRA needs rank >= 1 and dropout in [0, 1), not rank {self.rank} and dropout {self.dropout}")
+        whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (self.rank, self.seed))
+        if not (whole and self.rank >= 1 and is_number(self.alpha) and is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise ConfigError(f"LoRA needs a whole rank >= 1, a finite alpha and dropout in [0, 1), not rank {self.rank!r}, alpha {self.alpha!r} and dropout {self.dropout!r}")
 
 # %% ../../nbs/20_engine.model.ipynb #e50783f0
 def output_layer(

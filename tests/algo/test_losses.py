@@ -394,7 +394,7 @@ def test_a_loss_of_ones_own() -> None:
         ("ppo", {"clip_high_threshold": 0.2}, "at least 1"),
         ("ppo", {"dual_clip": 0.5}, "over 1"),
         ("ppo", {"kl_coef": -1.0}, "kl_coef must be 0 or more"),
-        ("ppo", {"kl_coef": float("nan")}, "kl_coef must be 0 or more"),
+        ("ppo", {"kl_coef": float("nan")}, "kl_coef must be a finite number"), ("ppo", {"clip_low_threshold": "x"}, "finite number"), ("ppo", {"clip_low_threshold": None}, "finite number"), ("ppo", {"entropy_coef": True}, "finite number"), ("ppo", {"correction_cap": 10**400}, "finite number"),
         ("ppo", {"kl_estimator": "low_var"}, "low_var_kl"),
         ("ppo", {"correction": "mask"}, "did you mean 'masked'"),
         ("ppo", {"correction_cap": 0.5}, "at least 1"),

@@ -14,7 +14,9 @@ import pytest
 from weights_fakes import FakeEngine, datum, train_step
 
 from nexrl_sdk.backend.local import LocalBackend
-from nexrl_sdk.backend.self_hosted import HealthWatch, SelfHostedBackend, remote_name
+from nexrl_sdk.backend.self_hosted import HealthWatch, SelfHostedBackend, Starting, remote_name
+from nexrl_sdk.backend.train_server import start_train_service
+from nexrl_sdk.recipe.config import Recipe
 from nexrl_sdk.types import AdamParams, BackendError, CheckpointError, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,3 +150,15 @@ def test_a_service_that_is_not_well_is_told_of(joined: SelfHostedBackend, kind: 
             time.sleep(0.02)
     release.set()
     joined.watch.close()
+
+
+def test_a_run_begins_with_untrained_weights_whatever_another_left(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A group that a killed run left in the service is brought back to where it began."""
+    with start_train_service(tmp_path / "root") as service:
+        recipe = Recipe(model={"path": str(tiny("qwen2")), "dtype": "float32"}, data=[{"prompt": "a"}], evaluator=lambda row, answer: 1.0, service={"train_service": {"backend": "http", "url": service.url, "api_key": service.key}})
+        killed = Starting(recipe, tmp_path / "a").client("actor")
+        untrained = killed.forward([datum(TOKENS)])["loss"]
+        killed.forward_backward([datum(TOKENS)], "cross_entropy")
+        killed.optim_step(AdamParams(1e-2))
+        assert killed.forward([datum(TOKENS)])["loss"] != untrained
+        assert Starting(recipe, tmp_path / "b").client("actor").forward([datum(TOKENS)])["loss"] == untrained

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nexrl_sdk.backend.local import LocalBackend
 from nexrl_sdk.backend.service import ActorConfig, InProcessTrainService, actor_part, read_actor, token_budget
-from nexrl_sdk.types import AdamParams, CheckpointError, ConfigError, DataError, Datum, Interrupted
+from nexrl_sdk.types import AdamParams, CheckpointError, ConfigError, DataError, Datum, Interrupted, NonFiniteError
 
 Tiny = Callable[..., Path]
 LOW, HIGH, DUAL, KL, ENTROPY = 0.2, 0.28, 1.5, 0.05, 0.01
@@ -103,10 +103,38 @@ def test_the_modes_differ(tiny_qwen2: Path) -> None:
     ({"loss_agg_mode": "token-men"}, "did you mean 'token-mean'"), ({"loss_agg_mode": "dr_grpo"}, "max_tokens"), ({"agg_config": {"tokens": 3}}, "agg_config of token-mean"), ({"optim": {"lr_scheduler": "cosin"}}, "did you mean 'cosine'"),
     ({"loss_config": {"clip_hi": 2}}, "takes no 'clip_hi'"), ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var"}, "low_var_kl"), ({"ppo_epochs": 0}, "at least 1"), ({"ppo_mini_batch_size": 0}, "at least 1"), ({"clip_ratio_c": 0.5}, "dual_clip must be over 1"),
     ({"temperature": 0}, "above 0"), ({"optim": {"betas": 0.9}}, "actor.optim.betas cannot be 0.9"), ({"optim": {"betas": [0.9]}}, "betas"), ({"clip_ratio": "wide"}, "actor.clip_ratio cannot be 'wide'"),
+    ({"ppo_epochs": 1.9}, "a whole number"), ({"ppo_epochs": float("inf")}, "a finite number"), ({"mini_batch_size": True}, "a finite number"), ({"optim": {"lr": "inf"}}, "a finite number"), ({"optim": {"lr": True}}, "a finite number"),
+    ({"entropy_coeff": float("nan")}, "a finite number"), ({"kl_loss_coef": float("inf")}, "a finite number"), ({"use_kl_loss": "false"}, "true or false"), ({"optim": [1]}, "optim must be a section"), ({"loss_config": "x"}, "loss_config must be a section"),
+    ({"loss_fn": ["ppo"]}, "is not known"), ({"loss_agg_mode": {}}, "is not known"), ({"optim": {"weight_decay": 10**400}}, "cannot be"), ({"temperature": 10**400}, "cannot be"), ({"cliprange_value": 0.2}, "takes no 'cliprange_value'"),
 ])  # fmt: skip
 def test_a_configuration_that_cannot_be_is_refused_before_a_step(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_actor(given)
+
+
+@pytest.mark.parametrize("given", [{"actor": [1]}, {"actor": "x"}])
+def test_an_actor_section_is_a_mapping(given: dict[str, Any]) -> None:
+    for read in (actor_part, token_budget):
+        with pytest.raises(ConfigError, match="actor must be a section"):
+            read(given)
+
+
+@pytest.mark.parametrize("given", [{"learning_rate": float("inf")}, {"weight_decay": float("inf")}, {"eps": float("inf")}, {"learning_rate": float("nan")}, {"learning_rate": None}, {"beta1": "0.9"}, {"grad_clip_norm": 10**400}, {"learning_rate": True}])
+def test_an_optimizer_step_that_would_destroy_the_weights_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="finite numbers"):
+        AdamParams(**given)
+
+
+def test_a_later_mini_batch_that_fails_says_what_was_done_before_it(tiny_qwen2: Path) -> None:
+    with LocalBackend(tiny_qwen2, device="cpu") as backend:
+        backend.train_service.initialize_worker(config_dict={"ppo_mini_batch_size": 2, "optim": {"lr": 1e-2}})
+        batch = make_batch()
+        batch["tensors"]["advantages"][4] = float("nan")
+        with pytest.raises(NonFiniteError, match=r"2 optimizer steps of this batch had been taken before it: go back"):
+            backend.train_service.update_actor(batch)
+        batch["tensors"]["advantages"][0] = float("nan")
+        with pytest.raises(NonFiniteError, match="no weight changed$|no weight changed[^.]*$"):
+            backend.train_service.update_actor(batch)
 
 
 def test_spellings() -> None:

@@ -126,6 +126,28 @@ def test_what_is_not_there_and_what_cannot_be_written(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "nowhere") is None
 
 
+def test_what_is_not_of_the_same_kind_is_not_replaced(tiny: Tiny, tmp_path: Path) -> None:
+    """A folder of checkpoints, a file, somebody's folder; a checkpoint by a model and the other way round."""
+    model = load_model(tiny("qwen2"))
+    checkpoint, exported = save_checkpoint(tmp_path / "all/step_1", {"w": {"a": torch.ones(2)}}, {}), export_hf(model, None, tmp_path / "model")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    for place in (tmp_path / "all", tmp_path / "mine", tmp_path / "mine/notes.txt"):
+        for write in (lambda p: save_checkpoint(p, {"w": {"a": torch.ones(2)}}, {}), lambda p: export_hf(model, None, p)):
+            with pytest.raises(CheckpointError, match="not replaced"):
+                write(place)
+    with pytest.raises(CheckpointError, match="no model"):
+        export_hf(model, None, checkpoint)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        save_checkpoint(exported, {"w": {"a": torch.ones(2)}}, {})
+    assert load_checkpoint(checkpoint).tensors["w"]["a"].tolist() == [1, 1] and (tmp_path / "mine/notes.txt").read_text() == "keep"
+    save_checkpoint(checkpoint, {"w": {"a": torch.zeros(2)}}, {})
+    export_hf(model, None, exported)
+    (tmp_path / "empty").mkdir()
+    save_checkpoint(tmp_path / "empty", {"w": {"a": torch.zeros(2)}}, {})
+    assert load_checkpoint(checkpoint).tensors["w"]["a"].tolist() == [0, 0]
+
+
 def test_the_newest_by_number_and_pruning_of_its_own_kind(tmp_path: Path) -> None:
     write(tmp_path / "best")
     for step in (8, 9, 10, 11):
