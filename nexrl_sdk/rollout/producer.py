@@ -142,8 +142,7 @@ class RolloutProducer:
             if self._dispatcher is not None:
                 raise BackendError("rollouts are already under way")
             self._steps, self._paused, self._error = steps, False, None
-            self._dispatcher = threading.Thread(target=self._dispatch, name="nexrl-rollouts", daemon=True)
-            self._dispatcher.start()
+            self._dispatcher = self._begin(self._dispatch, "nexrl-rollouts")
 
     def stop(
         self,
@@ -287,21 +286,42 @@ class RolloutProducer:
 
     def _dispatch(self) -> None:
         """Begin chunks as there is room for them."""
-        me = threading.current_thread()
-        while True:
+        try:
+            while (chunk := self._next()) is not None:
+                try:
+                    self._begin(lambda c=chunk: self._run(c), "nexrl-rollout")  # type: ignore[misc]
+                except BackendError as e:
+                    self._finished(chunk, None, e)  # its prompts are to be answered
+        finally:
             with self.changed:
-                chunk: Chunk | None = None
-                while self._dispatcher is me and chunk is None:
-                    try:
-                        chunk = None if self._paused or self._error is not None else self._draw()
-                    except BaseException as e:  # noqa: BLE001 - raised again by take
-                        self._fail(e)
-                    if chunk is None:
-                        self.changed.wait()
-                if chunk is None:
-                    return
-                self._answering.append(chunk)
-            threading.Thread(target=self._run, args=(chunk,), name="nexrl-rollout", daemon=True).start()
+                if self._dispatcher is threading.current_thread():  # nobody asked it to end
+                    self._fail(BackendError("the thread that begins rollouts has ended, so that no batch will come together"))
+
+    def _next(self) -> Chunk | None:
+        """Wait for the next chunk; None: rollouts are to end."""
+        me = threading.current_thread()
+        with self.changed:
+            while self._dispatcher is me:
+                try:
+                    chunk = None if self._paused or self._error is not None else self._draw()
+                except BaseException as e:  # noqa: BLE001 - raised again by take
+                    chunk = None
+                    self._fail(e)
+                if chunk is not None:
+                    self._answering.append(chunk)
+                    return chunk
+                self.changed.wait()
+        return None
+
+    @staticmethod
+    def _begin(run: Callable[[], None], name: str) -> threading.Thread:
+        """Start a thread; BackendError where the system has none left."""
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as e:
+            raise BackendError(f"a thread for rollouts could not be started ({e}); {threading.active_count()} run already: lower trajectory_pool.max_in_flight or rollout_worker.num_workers, or raise the limit of threads (ulimit -u)") from e
+        return thread
 
     def _room(self) -> int:
         """Prompts that may be taken from the data now."""

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,19 +33,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..algo.losses import check_loss
 from ..backend.base import Backend, Capabilities
+from ..backend.vllm import Supervised
 from ..engine.broadcast import plan_weights, send_weights
 from ..engine.checkpoint import export_hf, full_weights, load_shards, save_shards
 from ..engine.layout import sorted_sequences
-from ..engine.learner import ForwardOutput, Learner
+from ..engine.learner import ForwardOutput, Learner, split_config
 from ..engine.model import LoraConfig, load_model, load_tokenizer, pick_device, pick_dtype, resolve_model
 from ..engine.shard import Ranks, error_from, error_record
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, DataError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 from ..wire import datums_to_tensors, decode, encode, tensors_to_datums
 
 # %% auto #0
-__all__ = ['LARGEST', 'STOPPABLE', 'Message', 'Link', 'split_by_tokens', 'WorkerSettings', 'Worker', 'serve_rank', 'main',
-           'RankProcesses', 'WorkerGroup']
+__all__ = ['LARGEST', 'STOPPABLE', 'MOST_RANKS', 'Message', 'Link', 'split_by_tokens', 'WorkerSettings', 'Worker', 'serve_rank',
+           'main', 'RankProcesses', 'WorkerGroup']
 
 # %% ../../nbs/81_serve.workers.ipynb #5e158b9f
 LARGEST = 64 << 30  # bytes of a message: more is a damaged stream
@@ -276,6 +277,8 @@ class Worker:
                     out = send_weights(named, spec, self.model.device if spec.get("backend") == "nccl" else "cpu")
             except NexRLError as e:
                 error = e
+            except _WRONG as e:
+                error = ConfigError(f"the weights cannot be broadcast as this says: {type(e).__name__}: {e}")
             for _ in named:  # in step with the first rank, also past its failure
                 pass
             self.ranks.agree(error)
@@ -415,6 +418,7 @@ class _Rank:
 
 
 STOPPABLE = ("forward", "forward_backward")
+MOST_RANKS = 4096  # more is a slip
 
 
 class _Shield:
@@ -475,23 +479,30 @@ class RankProcesses:
                 self.close(now=True)
                 raise
 
-    def _start(self, token: str) -> subprocess.Popen[bytes]:
-        """Start torchrun; it meets itself in a file, so that no port is opened for it."""
+    def _start(self, token: str) -> Supervised:
+        """Start torchrun, which ends with this process; it meets itself in a file, so that no port is opened for it."""
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={self.size}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.folder}/torchrun",
                    "--rdzv-conf=store_type=file", "--max-restarts=0", "-m", "nexrl_sdk.serve.workers"]  # fmt: skip
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TOKENIZERS_PARALLELISM": "false",
                "NEXRL_WORKER_FOLDER": str(self.folder), "NEXRL_WORKER_TOKEN": token, "NEXRL_WORKER_LOGS": str(self.logs)}  # fmt: skip
-        with (self.logs / "torchrun.log").open("wb") as log:
-            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        (self.logs / "torchrun.log").unlink(missing_ok=True)
+        return Supervised(command, self.logs / "torchrun.log", env)
+
+    def _exit_code(self, wait: float) -> int | None:
+        """Of torchrun, for which it is waited so many seconds; None: it runs."""
+        end = time.monotonic() + wait
+        while (code := self.process.code) is None and time.monotonic() < end:
+            time.sleep(0.02)
+        return code
 
     def _accept(self, listener: socket.socket, token: str, deadline: float, timeout: float) -> None:
         """Wait until every rank has said who it is."""
         found: dict[int, _Rank] = {}
         listener.settimeout(0.1)
         while len(found) < self.size:
-            if self.process.poll() is not None:
+            if (code := self.process.code) is not None:
                 text = next(filter(None, (_tail(self.logs / f"rank{r}.log") for r in range(self.size))), "") or _tail(self.logs / "torchrun.log")
-                raise BackendError(f"the ranks could not be started: torchrun {_signal_name(self.process.returncode)}. The log ends: {text}")
+                raise BackendError(f"the ranks could not be started: torchrun {_signal_name(code)}. The log ends: {text}")
             if time.monotonic() > deadline:
                 raise BackendError(f"{self.size - len(found)} of {self.size} ranks did not start within {timeout:g} s (start_timeout). The log ends: {_tail(self.logs / 'torchrun.log')}")
             with suppress(TimeoutError, EOFError, OSError):
@@ -618,12 +629,11 @@ class RankProcesses:
 
     def alive(self) -> bool:
         """Whether the group can be called."""
-        return self.cause is None and not self._closed and self.process.poll() is None and not self._dead([])
+        return self.cause is None and not self._closed and self.process.code is None and not self._dead([])
 
     def _exit_of(self, rank: int, names: str, op: str) -> tuple[str, str]:
         """Which rank ended first, and how: what torchrun says of it."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=5)
+        self._exit_code(5)
         text = _tail(self.logs / "torchrun.log", 50000)
         codes = {int(r): int(c) for r, c in re.findall(r"local_rank: (\d+)\)\s+exitcode\s+: (-?\d+)", text)}
         codes |= {int(r): int(c) for c, r in re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)}
@@ -638,12 +648,7 @@ class RankProcesses:
             ranks, self.ranks = self.ranks, []
         for rank in ranks:
             rank.kill()
-        for sig, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
-            if self.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, sig)
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(timeout=wait)
+        self.process.close(grace=3.0)
 
     def close(self, now: bool = False) -> None:
         """End the ranks, also under a call in another thread, which then fails; calling it again does nothing."""
@@ -655,8 +660,7 @@ class RankProcesses:
             with suppress(OSError):
                 rank.link.sock.shutdown(socket.SHUT_RDWR)
         if not now and self.cause is None:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5)
+            self._exit_code(5)
         self._kill()
 
 # %% ../../nbs/81_serve.workers.ipynb #c25db8dd
@@ -732,7 +736,7 @@ class WorkerGroup(Backend):
         if not len(datums):
             raise DataError("there are no datums to learn from: give at least one")
         parts = split_by_tokens(datums, self.world_size)
-        meta = {"loss_fn": loss_fn, "loss_config": _plain_json(loss_config), "dispatch": self.dispatch_mode, **more}
+        meta = {"loss_fn": loss_fn, "loss_config": _checked_config(loss_fn, loss_config), "dispatch": self.dispatch_mode, **more}
         everything = range(len(datums)) if self.dispatch_mode == "broadcast" else None
         messages = [Message(meta, datums_to_tensors([datums[i] for i in everything or part])) for part in parts]
         answers = self.processes.call(op, None, messages, stop_flag=stop_flag)
@@ -753,7 +757,7 @@ class WorkerGroup(Backend):
 
     def optim_step(self, adam: AdamParams | None = None) -> dict[str, float]:
         """One AdamW step."""
-        meta = self.processes.call("optim_step", {"adam": asdict(adam or AdamParams())})[0].meta
+        meta = self.processes.call("optim_step", {"adam": _checked_adam(adam or AdamParams())})[0].meta
         return {"grad_norm": float(meta["grad_norm"]), "lr": float(meta["lr"])}
 
     def zero_grad(self) -> None:
@@ -768,12 +772,12 @@ class WorkerGroup(Backend):
 
     def save(self, path: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Write weights, optimizer, version and the caller's state, atomically; any number of ranks, or a LocalBackend, loads it."""
-        meta = {"path": str(Path(path).absolute()), "version": self._version, "state": _plain_json(state)}
+        meta = {"path": _place(path), "version": self._version, "state": _plain_json(state)}
         return Path(self.processes.call("save", meta)[0].meta["path"])
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read what `save`, or a LocalBackend, wrote; nothing changes where it does not fit."""
-        meta = self.processes.call("load", {"path": str(Path(path).absolute())})[0].meta
+        meta = self.processes.call("load", {"path": _place(path)})[0].meta
         self._version = int(meta["version"])
         return dict(meta["state"])
 
@@ -788,7 +792,7 @@ class WorkerGroup(Backend):
         merge_adapter: bool = True,  # False: the adapter by itself
     ) -> Path:
         """Write the model for `transformers`, with the tokenizer beside it."""
-        return Path(self.processes.call("export", {"path": str(Path(folder).absolute()), "merge": merge_adapter})[0].meta["path"])
+        return Path(self.processes.call("export", {"path": _place(folder), "merge": bool(merge_adapter)})[0].meta["path"])
 
     def export_adapter(self, folder: str | Path) -> Path:
         """Write the LoRA adapter for `peft`."""
@@ -852,8 +856,8 @@ class WorkerGroup(Backend):
 
 def _check_world(world_size: int, device: str) -> str:
     """The kind of device; raises ConfigError where there are fewer GPUs than ranks."""
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ConfigError(f"world_size must be a number of processes, 1 or more, not {world_size!r}")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
+        raise ConfigError(f"world_size must be a number of processes, 1 to {MOST_RANKS}, not {str(world_size)[:40]}")
     kind = pick_device(device).type
     if kind == "cuda" and ":" in device:
         raise ConfigError(f"device is 'cpu' or 'cuda' for a worker group, not {device!r}: its ranks take the GPUs in order (choose them with CUDA_VISIBLE_DEVICES)")
@@ -864,6 +868,8 @@ def _check_world(world_size: int, device: str) -> str:
 
 def _plain_json(value: Mapping[str, Any] | None) -> dict[str, Any]:
     """A mapping that can be sent; raises ConfigError naming what cannot."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"a mapping of names to values was expected, not {value!r}")
     out = dict(value or {})
     for name, x in out.items():
         try:
@@ -871,6 +877,39 @@ def _plain_json(value: Mapping[str, Any] | None) -> dict[str, Any]:
         except (TypeError, ValueError) as e:
             raise ConfigError(f"{name} must be a JSON value to be sent to the ranks: {e}") from e
     return out
+
+# %% ../../nbs/81_serve.workers.ipynb #773a04b6
+_WRONG = (TypeError, ValueError, OverflowError, LookupError, AttributeError)  # what a malformed argument raises where it is read
+
+
+def _checked_config(loss_fn: str, loss_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A loss's configuration that every rank can honour."""
+    try:
+        config = _plain_json(loss_config)
+        temperature, own = split_config(config)
+        check_loss(loss_fn, own)
+        _ = [float(v) for v in (temperature, *own.values()) if isinstance(v, int)]  # also those past the largest float
+        return config
+    except ConfigError:
+        raise
+    except _WRONG as e:
+        raise ConfigError(f"the loss {loss_fn!r} cannot be computed with loss_config {str(loss_config)[:200]}: {e}") from e
+
+
+def _checked_adam(adam: AdamParams) -> dict[str, float]:
+    """An optimizer step's numbers, as plain ones."""
+    given = asdict(adam)
+    try:
+        return {name: float(value) for name, value in given.items()}
+    except _WRONG as e:
+        raise ConfigError(f"an AdamW step needs numbers, not {str(given)[:200]}: {e}") from e
+
+
+def _place(path: str | Path) -> str:
+    """A path that every rank reads alike."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
+        raise ConfigError(f"a path was expected, not {path!r}")
+    return str(Path(path).absolute())
 
 # %% ../../nbs/81_serve.workers.ipynb #476383b0
 if __name__ == "__main__" and "NEXRL_WORKER_TOKEN" in os.environ:

@@ -191,6 +191,32 @@ def test_errors_of_a_worker_and_wrong_answers_are_raised_where_the_batch_is_awai
     assert [t.status for t in batch] == ["failed"] * BATCH, "no answer at all is a failure that is seen"
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("refused", ["nexrl-rollouts", "nexrl-rollout"])
+def test_a_thread_that_cannot_be_started_ends_the_wait_and_loses_no_prompt(refused, monkeypatch):
+    world, start = World(), threading.Thread.start
+
+    def no_more(thread):
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(BackendError, match="could not be started.*max_in_flight"):
+            world.run()
+    assert not world.producer._answering
+    assert sorted(k for line in world.run() for k in line["trained"]) == world.every()
+
+
+@pytest.mark.timeout(60)
+def test_a_dispatcher_that_ended_ends_the_wait():
+    world = World()
+    world.producer._next = lambda: None
+    with pytest.raises(BackendError, match="has ended"):
+        world.run()
+
+
 def test_a_batch_that_can_never_be_ready_is_said_to_be():
     world = World(ready=lambda s: 0)
     with pytest.raises(BackendError, match="is never satisfied"):

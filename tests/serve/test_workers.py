@@ -209,6 +209,44 @@ def test_what_cannot_be_done_is_said_and_the_group_goes_on(group: WorkerGroup) -
     assert group.forward(data).loss == before and len(group.forward(data[:1]).logprobs) == 1  # fewer datums than ranks
 
 
+@pytest.mark.parametrize(
+    "loss,config",
+    [
+        ("ppo", {"clip_low_threshold": "x"}),
+        ("ppo", {"temperature": "x"}),
+        ("ppo", {"temperature": 10**400}),
+        ("ppo", {"kl_coef": 10**400}),
+        ("ppo", {"dual_clip": [2]}),
+        ("ppo", {"correction": {}}),
+        ("ppo", {"clip_lo": 0.8}),
+        ("ppo", "abc"),
+        ("ppo", {"entropy_coef": np.ones(2)}),
+    ],
+)
+def test_a_malformed_loss_configuration_is_refused_and_the_group_trains_on(loss: str, config: Any, group: WorkerGroup) -> None:
+    with pytest.raises(ConfigError):
+        group.forward_backward(make_data(0), loss, config)
+    assert group.forward_backward(make_data(0), "ppo", {"clip_low_threshold": 0.8}).loss != 0
+    group.zero_grad()
+
+
+def test_other_malformed_arguments_are_refused_and_the_group_goes_on(group: WorkerGroup) -> None:
+    group.forward_backward(make_data(0), "ppo")
+    for call in (
+        lambda: group.optim_step(AdamParams(weight_decay=10**400)),
+        lambda: group.save("a\0b"),
+        lambda: group.load(3),  # type: ignore[arg-type]
+        lambda: group.export(""),
+        lambda: group.broadcast_weights({"host": 5, "port": "x"}),
+        lambda: group.broadcast_weights({"host": 5, "port": "x", "backend": "gloo", "world_size": 2, "names": 3, "shapes": 3, "dtypes": 3}),
+        lambda: group.broadcast_weights({"host": "127.0.0.1", "port": 1, "backend": "gloo", "world_size": "x", "names": ["a"], "shapes": [3], "dtypes": ["float32"]}),
+    ):
+        with pytest.raises((ConfigError, DataError)):
+            call()
+    assert group.optim_step(AdamParams(np.float32(1e-3)))["grad_norm"] > 0  # type: ignore[arg-type]
+    group.reset()
+
+
 def test_lora_over_two_ranks(lora_group: WorkerGroup, folder: Path, tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForCausalLM
@@ -317,6 +355,8 @@ def test_ranks_do_not_outlive_who_started_them(folder: Path) -> None:
 def test_a_group_that_cannot_start_says_why(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="world_size must be"):
         WorkerGroup(folder, 0)
+    with pytest.raises(ConfigError, match="world_size must be"):
+        WorkerGroup(folder, 10**22, device="cpu")
     with pytest.raises(ConfigError, match="no model folder"):
         WorkerGroup(folder / "none", 2)
     with pytest.raises(ConfigError, match="did you mean 'broadcast'"):
