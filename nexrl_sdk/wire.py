@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
+import operator
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ DTYPES = {
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 _NAMES = {code: name for name, code in _CODES.items()}
 HEADER = 64 << 20  # bytes that a header may have
+_DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)  # what reading raises where bytes or JSON are not what they should be
 _NARROWER = ((torch.uint8, 0, 1), (torch.int16, -(1 << 15), (1 << 15) - 1), (torch.int32, -(1 << 31), (1 << 31) - 1))
 
 
@@ -116,11 +118,11 @@ def decode(
         meta, wide = own.get("meta", {}), own.get("wide", {})
         if not isinstance(meta, dict) or not isinstance(wide, dict):
             raise TypeError("its record is no object")
-    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+    except _DAMAGE as e:
         raise WireError(f"the message is damaged: {e}") from e
     tensors = _tensors(header, body, start)
     for name, kind in wide.items():
-        if name not in tensors or kind not in DTYPES:
+        if name not in tensors or not isinstance(kind, str) or kind not in DTYPES:
             raise WireError(f"the message is damaged: {name!r} cannot be {kind!r}")
         tensors[name] = tensors[name].to(DTYPES[kind])
     return tensors, meta
@@ -147,13 +149,13 @@ def _tensors(header: Mapping[str, Any], body: bytearray, start: int) -> dict[str
     try:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             kind, shape = DTYPES[_NAMES[entry["dtype"]]], _shape(entry["shape"])
-            begin, end = (int(x) for x in entry["data_offsets"])
+            begin, end = (operator.index(x) for x in entry["data_offsets"])
             count = math.prod(shape)
             if begin != at or end - begin != count * kind.itemsize or start + end > len(body):
                 raise ValueError(f"tensor {name!r} of {kind} {shape} does not lie at {begin} to {end}")
             out[name] = _read(body, kind, count, start + begin).reshape(shape)
             at = end
-    except (KeyError, TypeError, ValueError, OverflowError) as e:
+    except _DAMAGE as e:
         raise WireError(f"the message is damaged: {e}") from e
     if start + at != len(body):
         raise WireError(f"the message is damaged: {len(body) - start - at} bytes belong to no tensor")
@@ -162,7 +164,7 @@ def _tensors(header: Mapping[str, Any], body: bytearray, start: int) -> dict[str
 
 def _shape(given: Sequence[int]) -> list[int]:
     """Dimensions as a tensor can have them."""
-    shape = [int(n) for n in given]
+    shape = [operator.index(n) for n in given]
     if len(shape) > 32 or any(not 0 <= n < 1 << 48 for n in shape) or math.prod(n or 1 for n in shape) >= 1 << 60:
         raise ValueError(f"no tensor has the shape {str(shape)[:200]}")
     return shape
@@ -196,10 +198,8 @@ def tensors_to_datums(
 ) -> list[Datum]:
     """The datums again; raises WireError where the tensors do not fit together."""
     try:
-        lengths = [int(n) for n in tensors["lengths"].tolist()]
-        if min(lengths, default=0) < 0:
-            raise ValueError("a length is negative")
-        split = {n: _cut(tensors[n].numpy(), lengths) for n in ("tokens", "targets")}
+        lengths = _lengths(tensors["lengths"])
+        split = {n: _cut(_whole_tensor(n, tensors[n]).numpy(), lengths) for n in ("tokens", "targets")}
         fields: list[dict[str, np.ndarray]] = [{} for _ in lengths]
         for key in (k for k in tensors if k.startswith("field/")):
             has = tensors.get(f"has/{key[6:]}", torch.ones(len(lengths), dtype=torch.bool)).tolist()
@@ -207,8 +207,21 @@ def tensors_to_datums(
             for i, piece in zip(having, _cut(tensors[key].numpy(), [lengths[i] for i in having]), strict=True):
                 fields[i][key[6:]] = piece
         return [Datum(a, b, f) for a, b, f in zip(split["tokens"], split["targets"], fields, strict=True)]
-    except (KeyError, ValueError, IndexError, TypeError) as e:
+    except _DAMAGE as e:
         raise WireError(f"these tensors are no datums: {e}") from e
+
+
+def _whole_tensor(name: str, t: Tensor) -> Tensor:
+    if t.dtype.is_floating_point or t.dtype == torch.bool:
+        raise ValueError(f"{name} are token ids, whole numbers, not {_dtype_name(t)}")
+    return t
+
+
+def _lengths(t: Tensor) -> list[int]:
+    lengths = [operator.index(n) for n in t.tolist()]
+    if min(lengths, default=0) < 0:
+        raise ValueError("a length is negative")
+    return lengths
 
 
 def _cut(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -261,7 +274,7 @@ def unpack(
         raise WireError("the message is damaged: it holds no value")
     try:
         return _fill(meta["value"], tensors)
-    except (KeyError, ValueError, TypeError, RecursionError) as e:
+    except _DAMAGE as e:
         raise e if isinstance(e, WireError) else WireError(f"the message is damaged: {e!r}") from e
 
 
@@ -276,7 +289,7 @@ def _fill(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         prefix = f"{value[_DATUMS]}/"
         return tensors_to_datums({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
     if value.keys() == {_ARRAYS}:
-        return _cut(tensors[f"{value[_ARRAYS]}/values"].numpy(), tensors[f"{value[_ARRAYS]}/lengths"].tolist())
+        return _cut(tensors[f"{value[_ARRAYS]}/values"].numpy(), _lengths(tensors[f"{value[_ARRAYS]}/lengths"]))
     return {k: _fill(v, tensors) for k, v in value.items()}
 
 # %% ../nbs/05_wire.ipynb #ef979bb8
@@ -296,7 +309,7 @@ def data_to_tensor(
         name = str(data["dtype"]).removeprefix("torch.")
         shape = _shape(data["shape"])
         raw = base64.b64decode(data["data"], validate=True)
-    except (KeyError, TypeError, ValueError, binascii.Error) as e:
+    except _DAMAGE as e:
         raise WireError(f"a tensor in JSON has data (base64), dtype and shape: {e!r}") from e
     if name not in DTYPES:
         raise WireError(f"dtype {name!r} is not known{nearest(name, DTYPES)}")
@@ -332,10 +345,28 @@ def from_json(
         return data_to_tensor(value)
     if value.keys() == {"tokens", "targets", "fields"}:
         try:
-            return Datum(np.asarray(value["tokens"]), np.asarray(value["targets"]), {k: np.asarray(v) for k, v in value["fields"].items()})
-        except (TypeError, ValueError, AttributeError) as e:
+            return Datum(_ids("tokens", value["tokens"]), _ids("targets", value["targets"]), {k: _numbers(k, v) for k, v in value["fields"].items()})
+        except _DAMAGE as e:
             raise WireError(f"this is no datum: {e}") from e
     return {k: from_json(v) for k, v in value.items()}
+
+
+def _ids(name: str, values: Sequence[Any]) -> np.ndarray:
+    """Token ids of JSON: whole numbers, so that 1.7, "1" and true are not taken for the token 1."""
+    if set(map(type, values)) - {int}:
+        wrong = [v for v in values if type(v) is not int and not (type(v) is float and v.is_integer())]
+        if wrong:
+            raise ValueError(f"{name} are whole numbers, not {repr(wrong[0])[:40]}")
+        values = [int(v) for v in values]
+    return np.asarray(values, dtype=np.int64)
+
+
+def _numbers(name: str, values: Any) -> np.ndarray:
+    """A field of JSON."""
+    found = np.asarray(values)
+    if found.dtype.kind not in "biuf":
+        raise ValueError(f"the field {name} holds something other than numbers that float32 can hold")
+    return found
 
 # %% ../nbs/05_wire.ipynb #cda1a20e
 LARGEST = 100 << 20  # bytes of one request
@@ -354,6 +385,18 @@ def split_for_requests(
     return [({"x-part": f"{name} {i} {total}"}, request[i * max_size : (i + 1) * max_size]) for i in range(total)]
 
 
+_ROOM = 128  # bytes that a part takes beside its own
+
+
+@dataclass
+class _Unfinished:
+    """A request some of whose parts are missing."""
+
+    total: int  # parts
+    parts: dict[int, bytes] = field(default_factory=dict)
+    size: int = 0  # bytes of the parts
+
+
 class Parts:
     """Parts of requests, until each is whole; bounded in all, so that what was given up goes when others need the room."""
 
@@ -363,8 +406,8 @@ class Parts:
         largest: int | None = None,  # bytes of one request; None: the same
     ):
         self.limit, self.largest = limit, min(limit, largest or limit)
-        self._open: dict[str, dict[int, bytes]] = {}  # the one that was heard of last is the last
-        self._lock = threading.Lock()
+        self._open: dict[str, _Unfinished] = {}  # the one that was heard of last is the last
+        self._held, self._lock = 0, threading.Lock()
 
     def add(
         self,
@@ -374,21 +417,29 @@ class Parts:
         """Take a part in; one that comes twice counts once."""
         name, i, n = _part_mark(mark)
         with self._lock:
-            found = self._open[name] = self._open.pop(name, {})
-            found[i] = bytes(part)
-            if (size := _size(found)) > self.largest:
-                del self._open[name]
-                raise WireError(f"a request may have {self.largest:,} bytes in all its parts; this one has {size:,} or more")
-            while sum(map(_size, self._open.values())) > self.limit:
-                del self._open[next(iter(self._open))]
-            if len(found) < n:
+            found = self._open[name] = self._open.pop(name, _Unfinished(n))
+            if found.total != n:
+                raise WireError(f"part {i} of {n} cannot be: another part of this request said that there are {found.total}")
+            self._keep(found, i, bytes(part))
+            if found.size > self.largest:
+                self._drop(name)
+                raise WireError(f"a request may have {self.largest:,} bytes in all its parts; this one has {found.size:,} or more")
+            while self._held > self.limit and len(self._open) > 1:
+                self._drop(next(iter(self._open)))
+            if len(found.parts) < n:
                 return None
-            del self._open[name]
-        return b"".join(found[k] for k in range(n))
+            self._drop(name)
+        return b"".join(found.parts[k] for k in range(n))
 
+    def _keep(self, found: _Unfinished, i: int, part: bytes) -> None:
+        if i not in found.parts:
+            found.parts[i] = part
+            found.size += len(part)
+            self._held += len(part) + _ROOM
 
-def _size(parts: Mapping[int, bytes]) -> int:
-    return sum(map(len, parts.values()))
+    def _drop(self, name: str) -> None:
+        gone = self._open.pop(name)
+        self._held -= gone.size + _ROOM * len(gone.parts)
 
 
 def _part_mark(mark: str) -> tuple[str, int, int]:

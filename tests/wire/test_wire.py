@@ -142,6 +142,8 @@ HOSTILE = {
     "dtype": headed({"a": entry("F8_E4M3", at=(0, 1))}, b"1"), "offsets are text": headed({"a": entry(at=("x", "y"))}, b"1234"), "one offset": headed({"a": entry(at=(0,))}, b"1234"),
     "huge and empty": headed({"a": entry(shape=(0, 1 << 63), at=(0, 0))}), "many dimensions": headed({"a": entry(shape=[1 << 40] * 5 + [0], at=(0, 0))}),
     "wide of nothing": headed({"__metadata__": {"nexrl": json.dumps({"wide": {"b": "int64"}})}}), "wide dtype": headed({"a": entry(), "__metadata__": {"nexrl": json.dumps({"wide": {"a": "object"}})}}, b"1234"),
+    "wide is a list": headed({"a": entry(), "__metadata__": {"nexrl": json.dumps({"wide": {"a": ["int64"]}})}}, b"1234"), "wide is a mapping": headed({"a": entry(), "__metadata__": {"nexrl": json.dumps({"wide": {"a": {}}})}}, b"1234"),
+    "endless shape": headed({"a": entry(shape=(float("inf"),))}, b"1234"), "endless offset": headed({"a": entry(at=(0, float("inf")))}, b"1234"), "half a dimension": headed({"a": entry(shape=(1.5,))}, b"1234"),
 }  # fmt: skip
 
 
@@ -181,6 +183,7 @@ def test_random_damage_is_noticed_or_harmless() -> None:
 
 BAD_DATA: list[Any] = [
     {"data": base64.b64encode(pickled()).decode(), "dtype": "float32", "shape": [1]}, {"data": "****", "dtype": "float32", "shape": [1]}, {"data": 5, "dtype": "float32", "shape": [1]},
+    {"data": "", "dtype": "float32", "shape": [float("inf")]}, {"data": "AAAAAA==", "dtype": "float32", "shape": ["1"]}, {"data": "AAAAAA==", "dtype": "float32", "shape": [1.0]}, {"data": "é", "dtype": "float32", "shape": [1]},
     {"data": "AAAA", "dtype": "object", "shape": [1]}, {"data": "AAAAAA==", "dtype": "float32", "shape": [-1]}, {"data": "", "dtype": "float32", "shape": [0, 1 << 63]}, {"data": "", "dtype": "float32", "shape": None},
 ]  # fmt: skip
 
@@ -189,6 +192,27 @@ BAD_DATA: list[Any] = [
 def test_bad_tensors_in_json_are_refused(data: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         from_json({"a": [data]})
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"tokens": [10**30]}, "no datum"), ({"tokens": [1.7]}, "tokens are whole numbers, not 1.7"), ({"tokens": ["1"]}, "not '1'"), ({"tokens": [True]}, "not True"), ({"targets": [None]}, "targets are whole numbers, not None"), ({"tokens": [[1]]}, r"not \[1\]"),
+    ({"tokens": 5}, "no datum"), ({"tokens": [float("inf")]}, "not inf"), ({"fields": {"weights": [10**400]}}, "the field weights"), ({"fields": {"weights": ["1"]}}, "the field weights"), ({"fields": {"weights": [None]}}, "the field weights"), ({"fields": [1]}, "no datum"),
+])  # fmt: skip
+def test_bad_datums_in_json_are_refused(changed: dict[str, Any], says: str) -> None:
+    whole = {"tokens": [1], "targets": [2.0], "fields": {"weights": [0.5]}}
+    assert from_json(whole).targets.tolist() == [2]
+    with pytest.raises(WireError, match=says):
+        from_json({"datums": [{**whole, **changed}]})
+
+
+@pytest.mark.parametrize("changed", [{"lengths": [float("inf")]}, {"lengths": [1.0]}, {"lengths": [float("nan")]}, {"tokens": [1.5]}, {"targets": [True]}, {"tokens": [1, 2]}, {"lengths": [-1]}])
+def test_bad_datums_in_tensors_are_refused(changed: dict[str, list[Any]]) -> None:
+    whole = {"lengths": [1], "tokens": [1], "targets": [2]} | changed
+    with pytest.raises(WireError, match="no datums"):
+        unpack(encode({f"0/{k}": torch.tensor(v) for k, v in whole.items()}, {"value": {"$datums": "0"}}))
+    if "lengths" in changed:
+        with pytest.raises(WireError):
+            unpack(encode({"0/lengths": torch.tensor(changed["lengths"]), "0/values": torch.ones(1)}, {"value": {"$arrays": "0"}}))
 
 
 def test_a_pickle_in_json_is_called_one() -> None:
@@ -229,10 +253,21 @@ def test_parts_that_were_given_up_make_room() -> None:
     for i in range(50):
         assert parts.add(f"left{i} 0 2", b"x" * 30) is None
     assert parts.add("new 0 2", b"a" * 30) is None and parts.add("new 1 2", b"b" * 30) == b"a" * 30 + b"b" * 30
-    assert sum(sum(map(len, p.values())) for p in parts._open.values()) <= 100
+    assert sum(u.size for u in parts._open.values()) <= 100 and parts._held >= 0
     parts.add("large 0 3", b"x" * 40)
     with pytest.raises(WireError, match="60 bytes in all its parts"):
         parts.add("large 1 3", b"x" * 40)
+
+
+def test_parts_that_disagree_are_refused_and_empty_ones_make_room() -> None:
+    parts = Parts(limit=1000)
+    assert parts.add("q 5 10", b"x") is None
+    with pytest.raises(WireError, match="said that there are 10"):
+        parts.add("q 0 2", b"x")
+    for i in range(50):
+        assert parts.add(f"empty{i} 0 2", b"") is None
+    assert len(parts._open) < 10 and parts.add("empty49 1 2", b"end") == b"end"
+    assert parts.add("twice 0 2", b"a") is None and parts.add("twice 0 2", b"a") is None and parts.add("twice 1 2", b"b") == b"ab"
 
 
 @pytest.mark.parametrize("mark", ["", "a b c", "a 1 1", "a -1 2", "a 0 1000000000", f"{'a' * 65} 0 1", f"a 0 {'9' * 5000}", "a 0 2 3"])
