@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from ..wire import LARGEST, WireError, dumps, from_json, pack, split_for_request
 
 # %% auto #0
 __all__ = ['SAFETENSORS', 'JSON', 'MUTATING', 'READING', 'ASKING', 'WAIT', 'OVER_HTTP', 'to_body', 'from_body', 'error_of',
-           'Caller', 'HTTPTrainServiceClient', 'MockTrainServiceClient', 'create_train_service_client']
+           'check_key', 'check_url', 'Caller', 'HTTPTrainServiceClient', 'MockTrainServiceClient',
+           'create_train_service_client']
 
 # %% ../../nbs/31_backend.http.ipynb #45f44177
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
@@ -64,6 +66,38 @@ def error_of(
     return kind(text) if known else BackendError(text)  # type: ignore[misc]
 
 # %% ../../nbs/31_backend.http.ipynb #3c727b8d
+def check_key(
+    key: str | None,
+) -> str | None:  # without the white space around it; None where there is none
+    """A key that a header can carry; raises ConfigError, which does not show it."""
+    clean = str(key or "").strip()
+    wrong = next((i for i, c in enumerate(clean) if not " " <= c <= "~"), None)
+    if wrong is not None:
+        raise ConfigError(f"the key (NEXRL_TRAIN_KEY) has a character at place {wrong + 1} that a header cannot carry; a key is plain ASCII on one line")
+    return clean or None
+
+
+def check_url(
+    url: str,
+) -> str:  # without a slash at its end
+    """A service's address; raises ConfigError, which shows no password of it."""
+    import httpx
+
+    text = str(url).rstrip("/")
+    shown = re.sub(r"//.*@", "//", text)[:200]
+    try:
+        read = httpx.URL(text)
+    except (httpx.InvalidURL, ValueError):
+        raise ConfigError(f"base_url {shown!r} is no address; expected something like http://localhost:8000") from None
+    if read.scheme not in ("http", "https"):
+        raise ConfigError(f"base_url must begin with http:// or https://, not {shown!r}")
+    if read.userinfo or "@" in text:
+        raise ConfigError(f"base_url {shown!r} holds a name or password; a service takes its key alone: give key, or NEXRL_TRAIN_KEY in the environment")
+    if not read.host or not 0 < (80 if read.port is None else read.port) < 1 << 16 or read.query or read.fragment or any(c.isspace() for c in text):
+        raise ConfigError(f"base_url {shown!r} is no address; expected something like http://localhost:8000")
+    return text
+
+# %% ../../nbs/31_backend.http.ipynb #1814c69a
 class Caller:
     """Makes calls of one group."""
 
@@ -82,11 +116,9 @@ class Caller:
         kinds = {"safetensors": SAFETENSORS, "json": JSON}
         if wire not in kinds:
             raise ConfigError(f"wire={wire!r} is not known{nearest(wire, kinds)}")
-        if not str(base_url).startswith(("http://", "https://")):
-            raise ConfigError(f"base_url must begin with http:// or https://, not {base_url!r}")
-        self.base_url, self.identifier, self.kind = str(base_url).rstrip("/"), identifier, kinds[wire]
+        self.base_url, self.identifier, self.kind = check_url(base_url), identifier, kinds[wire]
         self.request_timeout, self.retries, self.max_part = request_timeout, retries, max_part
-        self._headers = {"content-type": self.kind, "accept": self.kind, **({"authorization": f"Bearer {key}"} if key else {})}
+        self._headers = {"content-type": self.kind, "accept": self.kind, **({"authorization": f"Bearer {shown}"} if (shown := check_key(key)) else {})}
         host = httpx.URL(self.base_url).host
         self._http = httpx.Client(base_url=self.base_url, trust_env=host not in ("localhost", "127.0.0.1", "::1"))  # no proxy to this machine
 
@@ -124,11 +156,17 @@ class Caller:
         kind = response.headers.get("content-type", "").split(";")[0]
         if response.status_code >= 400:
             raise self._refused(response, kind)
+        where = f"{self.base_url} is no training service of this kind"
+        if response.status_code != 200:
+            to = f" to {response.headers['location'][:200]}; give the service's own address as base_url" if "location" in response.headers else ""
+            raise BackendError(f"{where}: it answered {name} with {response.status_code}{to}")
         try:
-            answer = from_body(response.content, kind)
+            answer = from_body(response.content, kind) if response.content else None
         except WireError as e:
-            raise BackendError(f"{self.base_url} is no training service of this kind: its answer to {name} cannot be read ({e})") from e
-        return answer if isinstance(answer, dict) else {"answer": answer}
+            raise BackendError(f"{where}: its answer to {name} cannot be read ({e})") from e
+        if not isinstance(answer, dict):
+            raise BackendError(f"{where}: its answer to {name} is {'empty' if answer is None else f'no mapping but {str(answer)[:80]!r}'}")
+        return answer
 
     def _refused(self, response: Any, kind: str) -> NexRLError:
         try:
@@ -163,7 +201,7 @@ class Caller:
         """Close the connections."""
         self._http.close()
 
-# %% ../../nbs/31_backend.http.ipynb #98eea07f
+# %% ../../nbs/31_backend.http.ipynb #2c3a3572
 def _tokens_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch with no more than its tokens and masks."""
     return {**batch, "tensors": {k: v for k, v in batch.get("tensors", {}).items() if k in ("input_ids", "attention_mask", "position_ids", "loss_mask")}}
@@ -203,7 +241,10 @@ class HTTPTrainServiceClient(TrainServiceClient):
 
     def initialize_worker(self, config_path: str | None = None, config_dict: dict[str, Any] | None = None, role: str = "actor", world_size: int | None = None, zmq_base_port: int | None = None, dispatch_mode: str | None = None) -> dict[str, Any]:
         """Make the group, or tell it how to learn."""
-        return self._caller.call("initialize_worker", {"config_path": config_path, "config_dict": config_dict, "role": role, "world_size": world_size, "zmq_base_port": zmq_base_port, "dispatch_mode": dispatch_mode})
+        answer = self._caller.call("initialize_worker", {"config_path": config_path, "config_dict": config_dict, "role": role, "world_size": world_size, "zmq_base_port": zmq_base_port, "dispatch_mode": dispatch_mode})
+        if not {"identifier", "state"} <= answer.keys():
+            raise BackendError(f"{self.base_url} is no training service of this kind: its answer to initialize_worker has no identifier and state, only {str(list(answer))[:200]}")
+        return answer
 
     def init_model(self) -> dict[str, Any]:
         """Have the group load its model; returns when it has."""
