@@ -5,6 +5,7 @@
 # %% ../../nbs/61_recipe.check.ipynb #5089af7f
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from .config import Recipe, code_roles
 from ..types import ConfigError, DataError, NexRLError
 
 # %% auto #0
-__all__ = ['UNCLIPPED', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes', 'check_clipping',
-           'check_sampling', 'check_services', 'check_trackers', 'check_recipe']
+__all__ = ['UNCLIPPED', 'SMALLEST_HEAD', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes',
+           'check_clipping', 'check_sampling', 'check_services', 'check_roles', 'check_engine', 'check_trackers',
+           'check_recipe']
 
 # %% ../../nbs/61_recipe.check.ipynb #39162c72
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Finding:
 
 def _error(key: str, message: object) -> Finding:
     text = str(message)
-    return Finding("error", key, text.removeprefix(f"{key}: "))
+    return Finding("error", key, text.removeprefix(f"{key}: ").removeprefix("model: "))
 
 
 def _warning(key: str, message: str) -> Finding:
@@ -213,8 +215,64 @@ def check_services(recipe: Recipe) -> Iterator[Finding]:
         yield _error("weight.sync_mode", f"{c.weight.sync_mode!r} lets rollouts run ahead, and supervised learning samples nothing; leave it out")
     if trains == "mock":
         yield _warning("service.train_service.backend", "'mock' trains nothing; it is for tests of what is around it")
+    if samples == "openai" and not c.service.inference_service.url:
+        yield _error("service.inference_service.url", "'openai' is a server that runs already: give its url (http://host:port), or take backend vllm, which the run starts itself")
     if samples == "vllm" and not c.service.inference_service.url and importlib.util.find_spec("vllm") is None:
         yield _error("service.inference_service.backend", "vLLM is not installed: pip install 'nexrl_sdk[vllm]', or give the url of a server that runs elsewhere")
+
+
+def check_roles(recipe: Recipe) -> Iterator[Finding]:
+    """Whether each training service is what its place says, has a model, and a name of its own."""
+    sections = recipe.train_services()
+    taken: dict[tuple[str, str], str] = {}
+    for role, section in sections.items():
+        key = "service.train_service" if role == "actor" else f"service.{role}_service"
+        if section.role not in ("actor", role):
+            yield _error(f"{key}.role", f"{section.role!r}, and this is the place of the {role}: name the {section.role} in service.{section.role}_service")
+        if role != "actor" and (section.path or role == "teacher") and not section.builder:
+            yield from _other_model(recipe, role, f"{key}.path")
+        if section.backend == "http":
+            place = (str(section.url or sections["actor"].url).rstrip("/"), section.identifier)
+            if place in taken:
+                yield _error(f"{key}.identifier", f"{section.identifier!r} names {taken[place]} in the same service; give it a name of its own, such as {role}")
+            taken.setdefault(place, f"the {role}")
+
+
+def _other_model(recipe: Recipe, role: str, key: str) -> Iterator[Finding]:
+    """The folder of a model beside the policy's."""
+    try:
+        folder = Path(recipe.service_model(role))
+    except NexRLError as e:
+        yield _error(key, e)
+        return
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        yield _error(key, f"{folder} holds no config.json, so it is no transformers model")
+
+
+def check_engine(recipe: Recipe) -> Iterator[Finding]:
+    """Whether vLLM, which the run starts, can be started as the recipe says."""
+    i, m = recipe.config.service.inference_service, recipe.config.model
+    if i.backend != "vllm" or i.url:
+        return
+    if any(a.split("=")[0] == "--api-key" for a in i.args):
+        yield _error("service.inference_service.args", "the run gives the server that it starts a key of its own; leave --api-key out")
+    if m.path is None or m.builder is not None or "builder" in recipe.live:
+        return
+    with contextlib.suppress(NexRLError, OSError, ValueError, RecursionError, TypeError, AttributeError, LookupError, ZeroDivisionError):  # what is wrong with the model is said elsewhere
+        config = json.loads((Path(recipe.model_path()) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        if size < SMALLEST_HEAD and not _has_gpu():
+            yield _warning("service.inference_service.backend", f"there is no GPU, and vLLM's build for CPUs computes no attention with heads of {size}, only of {SMALLEST_HEAD} and more; take another model, or backend local")
+
+
+SMALLEST_HEAD = 32  # of vLLM's build for CPUs
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def check_trackers(recipe: Recipe) -> Iterator[Finding]:
@@ -224,7 +282,7 @@ def check_trackers(recipe: Recipe) -> Iterator[Finding]:
             yield _error("logger.backend", f"{name!r} is not installed: pip install 'nexrl_sdk[track]', or leave it out")
 
 # %% ../../nbs/61_recipe.check.ipynb #a1b28e9b
-CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_sampling, check_services, check_trackers)
+CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_sampling, check_services, check_roles, check_engine, check_trackers)
 
 
 def check_recipe(

@@ -25,8 +25,53 @@ from ..run.monitor import error_budget
 from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['MASK', 'OTHERS', 'NOTEBOOK', 'CACHE', 'check_tree', 'is_secret', 'mask', 'Settings', 'Identity', 'code_roles',
+__all__ = ['MASK', 'OTHERS', 'NOTEBOOK', 'CACHE', 'is_secret', 'mask', 'check_tree', 'Settings', 'Identity', 'code_roles',
            'Parts', 'Recipe', 'find_recipe']
+
+# %% ../../nbs/60_recipe.config.ipynb #f20276d5
+_SECRET = re.compile(r"(^|[_-])(api[_-]?key|access_?key|private_?key|secret_?key|secret|password|passwd|token|auth_?token|access_?token|credentials?|wandb_key|key|authorization|cookie|signature|sig)$", re.IGNORECASE)
+_NO_SECRET = ("prompt_key", "key", "key_list", "answer_key")
+MASK = "***"
+
+
+def is_secret(
+    key: str,  # a key of a recipe, or the name of an environment variable
+) -> bool:
+    """Whether a key's value is a secret, judged by its name."""
+    return bool(_SECRET.search(key)) and key.lower() not in _NO_SECRET
+
+
+def mask(
+    value: Any,  # nested plain values
+) -> Any:
+    """The same, with the values of secret keys hidden."""
+    if isinstance(value, Mapping):
+        return {k: MASK if is_secret(str(k)) and v is not None and not isinstance(v, (Mapping, bool)) else mask(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return _mask_arguments(value)
+    return _mask_address(value) if isinstance(value, str) and "://" in value else value
+
+
+def _mask_arguments(values: Sequence[Any]) -> list[Any]:
+    """`--api-key X` and `--api-key=X`, with X hidden."""
+    out, hide = [], False
+    for value in values:
+        option, equals, _ = value.partition("=") if isinstance(value, str) and value.startswith("-") else ("", "", "")
+        secret = bool(option) and is_secret(option.lstrip("-"))
+        out.append(f"{option}={MASK}" if secret and equals else MASK if hide and not option else mask(value))
+        hide = secret and not equals if option else hide
+    return out
+
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+
+
+def _mask_address(text: str) -> str:
+    """An address with its password, and the parts of its query that are secrets, hidden."""
+    if not _ADDRESS.fullmatch(text):
+        return text
+    text = re.sub(r"(?<=://)[^/?#@]*:[^/?#@]*@|(?<=p://)[^/?#@]*@|(?<=ps://)[^/?#@]*@", f"{MASK}@", text)
+    return re.sub(r"([?&;])([^=&;#]+)=[^&;#]*", lambda m: f"{m[1]}{m[2]}={MASK}" if is_secret(m[2]) else m[0], text)
 
 # %% ../../nbs/60_recipe.config.ipynb #9321643e
 _OWN_KEYS = {
@@ -56,6 +101,7 @@ def check_tree(
 ) -> dict[str, Any]:  # every key with its value
     """Resolve, respell and validate a composed tree; ConfigError names everything that is wrong."""
     spelt = respell(resolve(tree))
+    spelt.values = _unmasked(spelt.values)
     own = _own_keys(spelt.values, live or {})
     found: dict[str, str] = dict(spelt.refused)
     try:
@@ -75,6 +121,11 @@ def check_tree(
     handling = full["runtime_monitor"]["exception_handling"]
     full["trainer"]["error_budget"] = error_budget(handling["policy"] if handling["enabled"] else "continue", full["trainer"]["error_budget"])
     return full
+
+
+def _unmasked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the secrets that a stored recipe hides: they come from the environment."""
+    return {k: _unmasked(v) if isinstance(v, Mapping) else v for k, v in values.items() if not (v == MASK and is_secret(str(k)))}
 
 
 def _check_name(full: Mapping[str, Any]) -> None:
@@ -175,27 +226,6 @@ def _classes(out: dict[str, Any], live: dict[str, Any]) -> None:
             set_path(out, f"{place}_module_path", path)
             set_path(out, f"{place}_class_name", name)
 
-# %% ../../nbs/60_recipe.config.ipynb #f20276d5
-_SECRET = re.compile(r"(^|_)(api_?key|access_?key|private_?key|secret_?key|secret|password|passwd|token|auth_?token|access_?token|credentials?|wandb_key|key)$", re.IGNORECASE)
-_NO_SECRET = ("prompt_key", "key", "key_list", "answer_key")
-MASK = "***"
-
-
-def is_secret(
-    key: str,  # a key of a recipe, or the name of an environment variable
-) -> bool:
-    """Whether a key's value is a secret, judged by its name."""
-    return bool(_SECRET.search(key)) and key.lower() not in _NO_SECRET
-
-
-def mask(
-    value: Any,  # nested plain values
-) -> Any:
-    """The same, with the values of secret keys hidden."""
-    if isinstance(value, Mapping):
-        return {k: MASK if is_secret(str(k)) and v is not None and not isinstance(v, (Mapping, bool)) else mask(v) for k, v in value.items()}
-    return [mask(v) for v in value] if isinstance(value, (list, tuple)) else value
-
 # %% ../../nbs/60_recipe.config.ipynb #3856c73c
 class Settings:
     """A checked configuration, and the objects of a cell that belong to it."""
@@ -254,11 +284,19 @@ class Settings:
         full: bool = False,  # also the keys that have their default
     ) -> str:
         """The recipe as YAML; secrets are masked, or name their environment variable."""
-        values = mask(escape(self.to_dict() if full else self.changed()))
+        return self.masked_yaml(self.to_dict() if full else self.changed())
+
+    def masked_yaml(
+        self,
+        values: Mapping[str, Any],  # this recipe's, perhaps with other paths
+    ) -> str:
+        """Values as YAML; secrets are masked, or name their environment variable."""
+        plain = escape(values)
+        shown = mask(plain)
         for key, reference in self.env_refs.items():
-            if get_path(values, key) == MASK:
-                set_path(values, key, reference)
-        return OmegaConf.to_yaml(OmegaConf.create(values))
+            if get_path(shown, key) != get_path(plain, key):
+                set_path(shown, key, reference)
+        return OmegaConf.to_yaml(OmegaConf.create(shown))
 
 
 def _one_source(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -270,13 +308,13 @@ def _one_source(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
             raise ConfigError(f"{role}: {' and '.join(given)} are both given; rows come from one of them: set the other to null")
 
 
-def _env_references(tree: Tree) -> dict[str, str]:
-    """Secret keys that the recipe takes from the environment."""
-    found = {}
+def _env_references(tree: Tree) -> dict[str, Any]:
+    """What the recipe takes from the environment or from elsewhere, as it is written."""
+    found: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
         for key, value in node.items() if isinstance(node, dict) else ():
-            if isinstance(value, str) and "${" in value and is_secret(str(key)):
+            if any(isinstance(v, str) and "${" in v for v in (value if isinstance(value, list) else [value])):
                 found[f"{prefix}{key}"] = value
             walk(value, f"{prefix}{key}.")
 

@@ -11,10 +11,8 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from .compose import escape, get_path, set_path
-from .config import MASK, Recipe, code_roles, mask
+from .compose import get_path, set_path
+from .config import Recipe, code_roles
 from .source import Source, rows_bytes, split_reference
 from ..types import ConfigError
 
@@ -77,16 +75,8 @@ def save_recipe(
     for name, content in files.items():
         (folder / name).write_bytes(content)
     target = folder / "recipe.yaml"
-    target.write_text(f"# Run it: nexrl run {folder.name}\n{_yaml(recipe, values)}", encoding="utf-8")
+    target.write_text(f"# Run it: nexrl run {folder.name}\n{recipe.masked_yaml(values)}", encoding="utf-8")
     return target
-
-
-def _yaml(recipe: Recipe, values: dict[str, Any]) -> str:
-    shown = mask(escape(values))
-    for key, reference in recipe.env_refs.items():
-        if get_path(shown, key) == MASK:
-            set_path(shown, key, reference)
-    return OmegaConf.to_yaml(OmegaConf.create(shown))
 
 
 def _moved_paths(recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -136,6 +126,6 @@ def keep_recipe(
         (folder / "cells").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / "cells" / name).write_bytes(content)
-    (folder / "recipe.yaml").write_text(_yaml(recipe, values), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(recipe.masked_yaml(values), encoding="utf-8")
     path = recipe.config.trainer.checkpoint_path
     return {"base_dir": str(recipe.base_dir), "checkpoint_path": str(recipe.resolve_path(path)) if path else None, "not_stored": failed}

@@ -6,22 +6,24 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from ..types import nearest
+from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['Count', 'Amount', 'Positive', 'NonNegative', 'Share', 'Beta', 'Ready', 'ALGORITHMS', 'LOSS_NAMES',
-           'AGGREGATION_NAMES', 'Section', 'Lora', 'Model', 'Rows', 'Data', 'RolloutWorker', 'TrajectoryPool', 'Optim',
-           'KlCtrl', 'Critic', 'Algorithm', 'TrainerSection', 'Eval', 'Validate', 'Logger', 'TrainService',
-           'InferenceService', 'Service', 'Weight', 'ExceptionHandling', 'HealthCheck', 'RuntimeMonitor',
-           'RecipeSchema', 'defaults', 'fields_of', 'section_at', 'all_paths', 'unknown_key', 'expected', 'message_of',
-           'problems']
+__all__ = ['Count', 'Amount', 'Positive', 'NonNegative', 'Share', 'Beta', 'Capped', 'Ranks', 'Identifier', 'Ready', 'ALGORITHMS',
+           'LOSS_NAMES', 'AGGREGATION_NAMES', 'Url', 'TrainUrl', 'Section', 'Lora', 'Model', 'Rows', 'Data',
+           'RolloutWorker', 'TrajectoryPool', 'Optim', 'KlCtrl', 'Critic', 'Algorithm', 'TrainerSection', 'Eval',
+           'Validate', 'Logger', 'service_url', 'TrainService', 'InferenceService', 'Service', 'Weight',
+           'ExceptionHandling', 'HealthCheck', 'RuntimeMonitor', 'RecipeSchema', 'defaults', 'fields_of', 'section_at',
+           'all_paths', 'unknown_key', 'expected', 'message_of', 'problems']
 
 # %% ../../nbs/59_recipe.schema.ipynb #6407951c
 Count = Annotated[int, Field(ge=1)]
@@ -30,6 +32,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+Capped = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Ranks = Annotated[int, Field(ge=1, le=4096)]
+Identifier = Annotated[str, Field(pattern=r"^[\w-][\w.-]{0,99}$")]
 
 
 class Section(BaseModel):
@@ -174,7 +181,7 @@ class Algorithm(Section):
     entropy_coef: NonNegative = 0.0
     do_old_log_prob_compute: bool | None = None  # recompute the old logprobs with the learner; null: where a correction needs them
     correction: Literal["none", "tis", "masked"] | None = None  # for what sampler and learner differ by; null: none in sync mode, tis in the asynchronous ones
-    correction_cap: Positive | None = None
+    correction_cap: Capped | None = None  # largest ratio that a correction lets through; null: the loss's own
     ppo_epochs: Count = 1  # passes over a batch
     mini_batch_size: Count | None = None  # trajectories an optimizer step; null: the whole batch
     filter_zero_std: bool | None = None  # leave out groups whose rewards are all equal
@@ -222,14 +229,39 @@ class Logger(Section):
     trackio: dict[str, Any] = Field(default_factory=dict)  # arguments of trackio.init
 
 # %% ../../nbs/59_recipe.schema.ipynb #819b98d4
+_SEEN = re.compile(r"(//)[^/?#]*@|[?#].*")  # what of an address may hold a key
+
+
+def service_url(
+    text: str,  # http://host:port, or https
+    *schemes: str,  # valid besides these
+) -> str:  # with its scheme in small letters
+    """The address of a service; ConfigError says what is wrong with it."""
+    shown = _SEEN.sub(r"\1", str(text))[:200]
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https", *schemes) and bool(parts.hostname) and parts.port != 0 and not re.search(r"[\s\x00-\x1f]", text)
+    except (TypeError, ValueError, AttributeError) as e:
+        raise ConfigError(f"{shown!r} is no address of a service ({_SEEN.sub('', str(e))}); write http://host:port") from None
+    if not known:
+        raise ConfigError(f"{shown!r} is no address of a service; write http://host:port")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(f"the address {shown!r} is to be given without a user, a password or a query: addresses are shown and stored. Give a key in api_key, or by NEXRL_TRAIN_KEY or NEXRL_INFERENCE_KEY of the environment")
+    return parts.scheme + text[len(parts.scheme) :]
+
+
+Url = Annotated[str, AfterValidator(service_url)]
+TrainUrl = Annotated[str, AfterValidator(lambda text: service_url(text, "mock"))]
+
+
 class TrainService(Section):
     """Where a model is trained, or scores tokens."""
 
     backend: Literal["local", "http", "mock"] = "local"  # local: in this process; http: a training service (also spelt self-hosted, nextrainer, direct-zmq)
-    url: str | None = None  # of a running service; null: the run starts one of its own
-    identifier: str = "policy"  # of the group in the service
+    url: TrainUrl | None = None  # of a running service; null: the run starts one of its own
+    identifier: Identifier = "policy"  # of the group in the service
     role: Literal["actor", "teacher", "reference", "critic"] = "actor"
-    world_size: Count = 1  # processes over which the model is sharded
+    world_size: Ranks = 1  # processes over which the model is sharded
     path: str | None = None  # of a teacher, reference or critic: a folder, or a Hub id; the actor's is model.path
     builder: str | None = None  # of a teacher, reference or critic: "file.py:function"
     api_key: str | None = None  # null: NEXRL_TRAIN_KEY of the environment
@@ -241,7 +273,7 @@ class InferenceService(Section):
     """Where answers are sampled."""
 
     backend: Literal["local", "vllm", "openai"] = "local"  # local: the engine in this process; openai: any server with its API that returns token ids
-    url: str | None = None  # of a running server; null: the run starts one of its own
+    url: Url | None = None  # of a running server; null: the run starts one of its own
     model_tag: str = "policy"  # the name that the server gives to the model
     api_key: str | None = None  # null: NEXRL_INFERENCE_KEY of the environment
     max_retries: Amount = 3
@@ -402,6 +434,7 @@ _EXPECTED = {
     "model_attributes_type": "must be a section of keys",
     "too_short": "must have {min_length} entries",
     "too_long": "must have {max_length} entries",
+    "string_pattern_mismatch": "must be a name of letters, digits, '.', '_' and '-'",
 }
 
 
@@ -442,6 +475,8 @@ def message_of(
     dotted, first = ".".join(map(str, path)), errors[0]
     if first["type"] == "extra_forbidden":
         return unknown_key(path)
+    if first["type"] == "value_error":
+        return f"{dotted}: {first['ctx']['error']}"
     if first["type"] == "literal_error" and len(errors) == 1:
         choices = [c.strip().strip("'") for c in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return f"{dotted}: {first['input']!r} is not known{nearest(first['input'], choices)}"

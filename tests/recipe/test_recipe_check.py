@@ -89,6 +89,44 @@ def test_findings(sections, key, expected, model):
     assert expected in found(model, **sections)[key]
 
 
+HTTP = {"train_service": {"backend": "http"}, "inference_service": {"backend": "openai", "url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    "service,key,expected",
+    [
+        ({"inference_service": {"backend": "openai"}}, "service.inference_service.url", "error: 'openai' is a server that runs already: give its url"),
+        ({"inference_service": {"backend": "vllm", "args": ["--api-key", "x"]}}, "service.inference_service.args", "error: the run gives the server"),
+        ({"train_service": {"role": "teacher"}}, "service.train_service.role", "error: 'teacher', and this is the place of the actor: name the teacher in service.teacher_service"),
+        ({"teacher_service": {"path": "org/m", "role": "critic"}}, "service.teacher_service.role", "name the critic in service.critic_service"),
+        ({"teacher_service": {}}, "service.teacher_service.path", "error: distillation needs a teacher: name its model"),
+        ({"teacher_service": {"path": "./nowhere"}}, "service.teacher_service.path", "error: there is no folder"),
+        ({"teacher_service": {"path": "."}}, "service.teacher_service.path", "holds no config.json"),
+        ({"reference_service": {"path": "./nowhere"}}, "service.reference_service.path", "error: there is no folder"),
+        ({**HTTP, "teacher_service": {"backend": "http", "path": "org/m", "identifier": "policy"}}, "service.teacher_service.identifier", "error: 'policy' names the actor in the same service"),
+        ({**HTTP, "reference_service": {"backend": "http", "identifier": "policy", "url": "http://a/"}, "teacher_service": {"backend": "http", "path": "org/m", "identifier": "policy", "url": "http://a"}}, "service.reference_service.identifier", "error: 'policy' names the teacher in the same service"),
+    ],
+)
+def test_services_that_do_not_fit(service, key, expected, model, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert expected in found(model, algorithm="opd", service={"teacher_service": {"path": "org/m"}, **service})[key]
+
+
+def test_services_that_fit(model):
+    apart = {**HTTP, "teacher_service": {"backend": "http", "path": "org/m", "identifier": "policy", "url": "http://other"}}
+    assert found(model, algorithm="opd", service=apart) == {}
+    assert found(model, algorithm="opd", service={**HTTP, "teacher_service": {"backend": "http", "path": "org/m"}}) == {}
+
+
+@pytest.mark.parametrize("config,gpu,warned", [({"head_dim": 16}, False, True), ({"hidden_size": 64, "num_attention_heads": 4}, False, True), ({"hidden_size": 64, "num_attention_heads": 2}, False, False), ({"head_dim": 16}, True, False)])
+def test_heads_that_vllm_does_not_compute_without_a_gpu(config, gpu, warned, model, monkeypatch):
+    monkeypatch.setattr("nexrl_sdk.recipe.check._has_gpu", lambda: gpu)
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64, **config}))
+    says = found(model, service={"inference_service": {"backend": "vllm"}}).get("service.inference_service.backend", "")
+    assert ("heads of 16" in says) is warned or "not installed" in says
+
+
 def test_model_folders(model, tmp_path):
     (model / "model.safetensors").unlink()
     assert "holds no weights" in found(model)["model.path"]

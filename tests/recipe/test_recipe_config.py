@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nexrl_sdk import Recipe
+from nexrl_sdk.recipe.config import mask
 from nexrl_sdk.recipe.schema import defaults
 from nexrl_sdk.types import ConfigError
 
@@ -225,6 +226,39 @@ def test_secrets_are_neither_shown_nor_stored(task, monkeypatch):
     assert not any("hunter2" in t or "abcdef" in t for t in texts)
     assert "api_key: ${oc.env:MY_KEY}" in recipe.to_yaml() and "project: p" in recipe.to_yaml()
     assert "prompt_key: prompt" in recipe.to_yaml(full=True) and "max_tokens: 128" in recipe.to_yaml(full=True)
+
+
+@pytest.mark.parametrize(
+    "value,shown",
+    [
+        ({"headers": {"Authorization": "Bearer x"}}, {"headers": {"Authorization": "***"}}),
+        ({"x-api-key": "x", "max_tokens": 3}, {"x-api-key": "***", "max_tokens": 3}),
+        ({"args": ["--api-key", "x", "y", "--seed", "3", "--hf-token=x"]}, {"args": ["--api-key", "***", "***", "--seed", "3", "--hf-token=***"]}),
+        ("https://user:x@host/a?b=1", "https://***@host/a?b=1"),
+        ("http://x@host", "http://***@host"),
+        ("s3://bucket/f?X-Amz-Signature=x&page=2#top", "s3://bucket/f?X-Amz-Signature=***&page=2#top"),
+        ("hdfs://user@host/data", "hdfs://user@host/data"),
+        ("Answer with http://user:x@host and nothing else.", "Answer with http://user:x@host and nothing else."),
+    ],
+)
+def test_what_is_hidden(value, shown):
+    assert mask(value) == shown
+
+
+def test_a_key_that_was_written_out_is_absent_when_the_stored_recipe_is_read(task, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_KEY", "hunter2hunter2")
+    (task / "task.yaml").write_text(
+        (task / "task.yaml").read_text()
+        + "service: {train_service: {backend: http, url: 'HTTP://x:1', api_key: opensesame}, inference_service: {backend: vllm, args: [--hf-token, '${oc.env:MY_KEY}']}}\nlogger: {backend: [file], wandb: {api_key: opensesame, project: p}}\n"
+    )
+    recipe = Recipe.load(task)
+    assert recipe.config.service.train_service.api_key == "opensesame" and recipe.config.service.train_service.url == "http://x:1"
+    recipe.keep(tmp_path)
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "opensesame" not in text and "hunter2" not in text
+    again = Recipe.load(tmp_path / "recipe.yaml").config
+    assert again.service.train_service.api_key is None and again.logger.wandb == {"project": "p"}
+    assert list(again.service.inference_service.args) == ["--hf-token", "hunter2hunter2"]
 
 
 def test_objects_that_no_file_holds_are_equal_to_themselves_only():

@@ -41,6 +41,16 @@ def load(folder: Path, text: str, *overrides: str) -> Recipe:
         ("experiment_name: ''\n" + GOOD, "experiment_name: '' cannot name a folder"),
         (f"experiment_name: {'x' * 5000}\n" + GOOD, "experiment_name: 'xxx"),
         ("defaults: [recipe]\n" + GOOD, "this file itself"),
+        ("algorithm: {correction_cap: 0.5}\n" + GOOD, "algorithm.correction_cap: must be 1 or more, not 0.5"),
+        ("service: {train_service: {backend: http, world_size: 10000000000000000000000}}\n" + GOOD, "service.train_service.world_size: must be 4096 or less"),
+        ("service: {train_service: {identifier: ../x}}\n" + GOOD, "service.train_service.identifier: must be a name of letters"),
+        ("service: {train_service: {identifier: ''}}\n" + GOOD, "service.train_service.identifier: must be a name of letters"),
+        ("service: {train_service: {backend: http}, inference_service: {backend: local}}\n" + GOOD, "service.inference_service.backend: 'local' samples from the weights of this process"),
+        *(
+            (f"service: {{train_service: {{backend: http, url: {url!r}}}}}\n" + GOOD, f"service.train_service.url: .*{says}")
+            for url, says in {"garbage": "no address", "http://": "no address", "http://h:99999": "out of range", "http://h:x": "no address", "http://[::1": "Invalid IPv6", "ftp://h": "no address", "http://a b": "no address", "": "no address", "http://u:p@h": "without a user", "http://h?token=x": "without a user"}.items()
+        ),
+        ("service: {inference_service: {backend: openai, url: 'mock://x'}}\n" + GOOD, "service.inference_service.url: 'mock://x' is no address"),
     ],
 )
 def test_refused_in_words(text, says, tmp_path):
@@ -48,6 +58,13 @@ def test_refused_in_words(text, says, tmp_path):
     with pytest.raises(ConfigError, match=says) as caught:
         load(tmp_path, text)
     assert time.perf_counter() - began < 20 and len(str(caught.value)) < 1000
+
+
+def test_an_address_that_is_refused_is_said_without_its_key(tmp_path):
+    for url in ("http://u:opensesame@h", "http://h?token=opensesame", "http://u:opensesame@h:99999", "http://u:opensesame@[::1"):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, f"service: {{train_service: {{backend: http, url: '{url}'}}}}\n" + GOOD)
+        assert "opensesame" not in str(caught.value)
 
 
 def test_a_value_that_is_still_to_be_given_can_be_given(tmp_path):

@@ -203,7 +203,7 @@ def test_a_thread_that_cannot_be_started_ends_the_wait_and_loses_no_prompt(refus
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", no_more)
-        with pytest.raises(BackendError, match="could not be started.*max_in_flight"):
+        with pytest.raises(BackendError, match=r"could not be started.*max_in_flight"):
             world.run()
     assert not world.producer._answering
     assert sorted(k for line in world.run() for k in line["trained"]) == world.every()
