@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,6 +61,15 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)] = False,
 ) -> None:
     _state["debug"] = debug
+
+
+def _say(text: str) -> None:
+    """Write a line to the standard output; nobody who reads it, or no room for it, is no reason to fail."""
+    try:
+        typer.echo(text)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is still held back goes there at the end
 
 
 def _number(value: Any) -> str:
@@ -152,7 +164,7 @@ def run(
     loaded = Recipe.load(recipe, changes)
     with stoppable():
         summary = run_recipe(loaded, out=out, train_url=train_url, inference_url=inference_url, report=not no_report)
-    typer.echo("\n" + _closing(summary, _relative(recipe), not no_report))
+    _say("\n" + _closing(summary, _relative(recipe), not no_report))
 
 
 @app.command(short_help="Go on with a run from its newest checkpoint.")
@@ -177,7 +189,7 @@ def resume(
     with stoppable():
         summary = resume_run(run, overrides=changes, train_url=train_url, inference_url=inference_url, report=not no_report)
     source = _recipe_of(Path(summary["folder"]))
-    typer.echo("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists()))
+    _say("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists()))
 
 
 def _recipe_of(folder: Path) -> str:
@@ -204,11 +216,11 @@ def validate(
     loaded = Recipe.load(recipe, overrides or [])
     findings = loaded.validate()
     for finding in findings:
-        typer.echo(str(finding))
+        _say(str(finding))
     errors = sum(f.level == "error" for f in findings)
     if errors:
         raise typer.Exit(2)
-    typer.echo(f"{loaded!r}\nno errors; run it: nexrl run {_relative(recipe)}")
+    _say(f"{loaded!r}\nno errors; run it: nexrl run {_relative(recipe)}")
 
 
 @app.command(short_help="Write a self-contained page on a run.")
@@ -230,7 +242,7 @@ def report(
     path = out or folder / "report.html"
     with writing(path.parent):
         write_report(folder, path)
-    typer.echo(_relative(path))
+    _say(_relative(path))
 
 
 @app.command(short_help="Write a recipe to begin with.")
@@ -246,8 +258,8 @@ def init(
     from nexrl_sdk.launch.template import write_template
 
     written = write_template(folder)
-    typer.echo("\n".join(f"wrote {_relative(p)}" for p in written))
-    typer.echo(f"\nnext\n  check it    nexrl validate {_relative(folder)}\n  train it    nexrl run {_relative(folder)}")
+    _say("\n".join(f"wrote {_relative(p)}" for p in written))
+    _say(f"\nnext\n  check it    nexrl validate {_relative(folder)}\n  train it    nexrl run {_relative(folder)}")
 
 # %% ../../nbs/95_launch.cli.ipynb #c4510aeb
 serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Serve models to runs and clients.", context_settings={"help_option_names": ["-h", "--help"]})
@@ -262,15 +274,15 @@ def _serve() -> None:
 @serve.command(short_help="A training service: groups of workers behind HTTP.")
 def train(
     host: Annotated[str, typer.Option(help="Where to listen. Elsewhere than on this machine a key is needed: NEXRL_TRAIN_KEY of the environment.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 8000,
     model: Annotated[str | None, typer.Option(help="A model to load at once: a folder or a Hub id. Without it, clients name their models.", show_default=False)] = None,
-    world_size: Annotated[int, typer.Option("--world-size", help="Processes of that model: GPUs, or ranks on a CPU.")] = 1,
+    world_size: Annotated[int, typer.Option("--world-size", help="Processes of that model: GPUs, or ranks on a CPU.", min=1, max=4096)] = 1,
     identifier: Annotated[str, typer.Option(help="The name of that model's group.")] = "policy",
     role: Annotated[str, typer.Option(help="What that group is: actor, teacher, reference or critic.")] = "actor",
-    root: Annotated[Path, typer.Option(help="The one folder that the service writes to: checkpoints, weights, logs.")] = Path("service"),
+    root: Annotated[str, typer.Option(help="The one folder that the service writes to: checkpoints, weights, logs.")] = "service",
     remote_root: Annotated[list[str] | None, typer.Option("--remote-root", help="A place that checkpoints may be copied to, such as hdfs://host/checkpoints. May be given several times.", show_default=False)] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let clients load models with code of their own.")] = False,
-    max_body_mb: Annotated[int, typer.Option("--max-body-mb", help="Largest request, in MiB.")] = 2048,
+    max_body_mb: Annotated[int, typer.Option("--max-body-mb", help="Largest request, in MiB.", min=1)] = 2048,
 ) -> None:
     """A training service: groups of workers behind HTTP, for runs on this machine or elsewhere.
 
@@ -282,19 +294,58 @@ def train(
     """
     from nexrl_sdk.serve.nextrainer import TrainService, serve_train
 
-    service = TrainService(root, tuple(remote_root or ()), trust_remote_code)
+    key = os.environ.get("NEXRL_TRAIN_KEY")
+    _check_serving(root, remote_root or [], host, key)
+    with _one_interrupt():
+        service = TrainService(Path(root), tuple(remote_root or ()), trust_remote_code)
+        try:
+            if model is not None:
+                _say(f"loading {model}")
+                service.register(identifier, {"model": {"path": model, "trust_remote_code": trust_remote_code}}, role, world_size, None).load()
+            serve_train(service, host=host, port=port, key=key, max_body=max_body_mb << 20, started=lambda url: _say(f"training service on {url}, writing to {_relative(service.root)}"))
+        except KeyboardInterrupt:  # how a service is ended
+            _say("ended")
+        finally:
+            service.close()
+        if busy := service.wait(10.0):
+            typer.echo(f"{', '.join(busy)} was still computing", err=True)
+            os._exit(1)  # its thread would keep this process
+
+
+def _check_serving(root: str, remote_roots: list[str], host: str, key: str | None) -> None:
+    """Refuse what the service would refuse only after its model is loaded, or at a client's first call."""
+    from nexrl_sdk.serve.nextrainer import LOOPBACK
+
+    if not root.strip():
+        raise ConfigError("--root is empty; name the folder that the service writes to, or leave it out for 'service'")
+    for place in remote_roots:
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", place, re.IGNORECASE):
+            raise ConfigError(f"--remote-root {place!r} is no place that checkpoints can be copied to; write a URL such as hdfs://host/checkpoints or s3://bucket/checkpoints")
+    if host not in LOOPBACK and not key:
+        raise ConfigError(f"a service on {host} can be reached from elsewhere and needs a key: set NEXRL_TRAIN_KEY, or serve on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Within it the first Ctrl-C is raised, and those of an impatient hand, while things are ended, are not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return "CancelledError" not in record.getMessage()  # what a second Ctrl-C makes of the server's farewell
+
+    before, log = signal.signal(signal.SIGINT, handler), logging.getLogger("uvicorn.error")
+    log.addFilter(quiet)
     try:
-        if model is not None:
-            typer.echo(f"loading {model}")
-            service.register(identifier, {"model": {"path": model, "trust_remote_code": trust_remote_code}}, role, world_size, None).load()
-        serve_train(service, host=host, port=port, key=os.environ.get("NEXRL_TRAIN_KEY"), max_body=max_body_mb << 20, started=lambda url: typer.echo(f"training service on {url}, writing to {_relative(service.root)}"))
-    except KeyboardInterrupt:  # how a service is ended
-        typer.echo("ended")
+        yield
     finally:
-        service.close()
-    if busy := service.wait(10.0):
-        typer.echo(f"{', '.join(busy)} was still computing", err=True)
-        os._exit(1)  # its thread would keep this process
+        log.removeFilter(quiet)
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
 
 # %% ../../nbs/95_launch.cli.ipynb #444c2e33
 def exit_code(
@@ -332,6 +383,9 @@ def main(
     arguments: list[str] | None = None,  # None: of the process
 ) -> None:
     """The `nexrl` command."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this; libraries ask it whether it is a terminal
+            setattr(sys, name, open(os.devnull, "w"))
     notices = [n for n in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if n is not None and signal.getsignal(n) is signal.SIG_DFL]
     for notice in notices:  # a scheduler's notice, or a terminal that closes, is a Ctrl-C
         signal.signal(notice, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -339,6 +393,8 @@ def main(
         code = app(arguments, standalone_mode=False)
     except BaseException as wrapped:  # also what a user's code raises to leave
         e: BaseException = wrapped.interrupt if isinstance(wrapped, Stopped) else wrapped
+        if isinstance(e, SystemExit) and isinstance(e.__context__, BrokenPipeError):
+            sys.exit(1)  # whoever read the help is gone
         show = getattr(e, "show", None)  # an argument that typer refuses shows itself
         if _state["debug"] and show is None:
             raise

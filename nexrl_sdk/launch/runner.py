@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..recipe.config import Recipe
+from ..recipe.schema import service_url
 from ..run.monitor import step_seconds
 from ..run.store import Folder, Run, check_same, writing
 from ..types import ConfigError, Interrupted, NexRLError
@@ -142,12 +143,28 @@ def free_folder(
 
 def require_valid(
     recipe: Recipe,
+    settled: Sequence[str] = (),  # keys that are given otherwise than by the recipe
 ) -> None:
     """Raise ConfigError with every error that a check of the recipe finds."""
-    errors = [f for f in recipe.validate() if f.level == "error"]
+    errors = [f for f in recipe.validate() if f.level == "error" and f.key not in settled]
     if errors:
         where = f" (in {recipe.path})" if recipe.path else ""
         raise ConfigError("\n".join(f"{f.key}: {f.message}" for f in errors) + where)
+
+
+_SAMPLER = ("service.inference_service.url", "service.inference_service.backend")  # what an address that is given settles
+
+
+def _addresses(recipe: Recipe, train_url: str | None, inference_url: str | None) -> dict[str, str | None]:
+    """The services that run already, checked, with the recipe beside them."""
+    found: dict[str, str | None] = {}
+    for name, url in (("train_url", train_url), ("inference_url", inference_url)):
+        try:
+            found[name] = None if url is None else service_url(url)
+        except ConfigError as e:
+            raise ConfigError(f"{name}: {e}") from None
+    require_valid(recipe, _SAMPLER if inference_url else ())
+    return found
 
 
 def run_recipe(
@@ -163,10 +180,10 @@ def run_recipe(
 ) -> dict[str, Any]:  # the summary, and the run folder under "folder"
     """Train a recipe from start to end."""
     recipe = Recipe.load(recipe) if isinstance(recipe, (str, Path)) else recipe
-    require_valid(recipe)
+    services = _addresses(recipe, train_url, inference_url)
     run = Run.create(free_folder(recipe.output_dir()) if out is None else out, recipe)
     try:
-        summary = _drive(recipe, run, resume=False, backend=backend, services={"train_url": train_url, "inference_url": inference_url}, progress=progress, report=report, callbacks=callbacks)
+        summary = _drive(recipe, run, resume=False, backend=backend, services=services, progress=progress, report=report, callbacks=callbacks)
     except BaseException as e:
         e.run_folder = _left(run)  # type: ignore[attr-defined]
         raise
@@ -201,10 +218,10 @@ def resume_run(
     check_same(stored, recipe)
     if stored.summary and stored.last_step >= recipe.config.trainer.total_train_steps:
         return {**stored.summary, "folder": str(stored.folder), "finished": True}
-    require_valid(recipe)
+    services = _addresses(recipe, train_url, inference_url)
     run = Run.open(stored.folder, recipe)
     try:
-        summary = _drive(recipe, run, resume=True, backend=backend, services={"train_url": train_url, "inference_url": inference_url}, progress=progress, report=report, callbacks=callbacks)
+        summary = _drive(recipe, run, resume=True, backend=backend, services=services, progress=progress, report=report, callbacks=callbacks)
     except BaseException as e:
         e.run_folder = str(run.folder)  # type: ignore[attr-defined]
         raise

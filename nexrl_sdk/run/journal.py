@@ -15,7 +15,7 @@ from typing import Any
 
 from ..rollout.rollouts import dumps, loads
 from .store import write_whole
-from ..types import Trajectory
+from ..types import RunFolderError, Trajectory
 
 # %% auto #0
 __all__ = ['Entry', 'Journal']
@@ -42,6 +42,8 @@ class Journal:
         path: str | Path,  # made with the first line
     ):
         self.path, self._lock, self._whole = Path(path), threading.Lock(), False
+        if self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a folder, where finished answers are written into a file; move it away")
 
     def append(
         self,
@@ -62,12 +64,12 @@ class Journal:
         """Every whole entry, oldest first."""
         found = []
         for raw in self._lines():
-            if (record := _parse(raw)) is not None:
+            if (record := self._parse(raw)) is not None:
                 groups: dict[str, list[Trajectory]] = {key: [] for key in record["keys"]}
                 for value in record["rollouts"]:
                     trajectory = loads(json.dumps(value))
                     groups.setdefault(str(trajectory.group_id), []).append(trajectory)
-                found.append(Entry(tuple(record["keys"]), int(record["newest"]), groups))
+                found.append(Entry(tuple(record["keys"]), record["newest"], groups))
         return found
 
     def keep(
@@ -79,12 +81,23 @@ class Journal:
         wanted = set(keys)
         with self._lock:
             lines = self._lines()
-            kept = [raw for raw in lines if (r := _parse(raw)) is not None and wanted & set(r["keys"]) and (newest is None or r["newest"] <= newest)]
+            kept = [raw for raw in lines if (r := self._parse(raw)) is not None and wanted & set(r["keys"]) and (newest is None or r["newest"] <= newest)]
             if len(kept) < len(lines) or self._torn():
                 write_whole(self.path, b"".join(raw + b"\n" for raw in kept))
 
     def _lines(self) -> list[bytes]:
         return self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+
+    def _parse(self, raw: bytes) -> dict[str, Any] | None:
+        """A line's record; None for what is none. RunFolderError for one that was altered: what it held is not known."""
+        record = _object(raw)
+        if record is None or not {"keys", "newest", "rollouts"} <= set(record):
+            return None
+        keys, newest, rollouts = record["keys"], record["newest"], record["rollouts"]
+        if not (_all(keys, str) and type(newest) is int and _all(rollouts, dict)):
+            shown = raw[:80].decode(errors="replace")
+            raise RunFolderError(f"{self.path}: the entry that begins {shown!r} has keys, newest or rollouts of another type than were written. Remove its line, or the file: the prompts are then answered again")
+        return record
 
     def _torn(self) -> bool:
         if not self.path.exists() or not self.path.stat().st_size:
@@ -97,10 +110,14 @@ class Journal:
         return f"Journal({str(self.path)!r}, {len(self._lines())} entries)"
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    """A line's record; None for what is none."""
+def _object(raw: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(raw)
-        return record if isinstance(record, dict) and {"keys", "newest", "rollouts"} <= set(record) else None
     except (ValueError, RecursionError):
         return None
+    return record if isinstance(record, dict) else None
+
+
+def _all(values: Any, kind: type) -> bool:
+    """Whether it is a list of values of a type."""
+    return isinstance(values, list) and all(isinstance(v, kind) for v in values)

@@ -228,7 +228,11 @@ class Folder:
 
     def ledger(self) -> list[dict[str, Any]]:
         """The prompts of each step, as "epoch:index": `trained`, and left out as `stale` or `incomplete`; empty in sync mode."""
-        return read_lines(self.folder / "ledger.jsonl")[0]
+        lines = read_lines(self.folder / "ledger.jsonl")[0]
+        for line in lines:
+            if not all(why == "step" or isinstance(keys, list) for why, keys in line.items()):
+                raise RunFolderError(f"{self.folder / 'ledger.jsonl'}: what it says of step {line['step']} are no lists of prompts. Put it back from a copy, or remove that line: its prompts may then be trained on once more")
+        return lines
 
     def metrics(self) -> Any:  # a polars DataFrame
         """The metrics as a table, one row a step."""

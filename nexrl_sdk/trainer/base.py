@@ -502,7 +502,7 @@ class Steps(Stages):
                 if self._flowing and self._flow is not None:
                     self._timing.update(self._flow.metrics(rollouts))
                 metrics = self.train(rollouts)
-                if self._train_step == count or len(self.history) < self._train_step:
+                if self._train_step == count or not self.history or self.history[-1]["step"] != self._train_step:
                     self._train_step = count
                     metrics = self._record({**rollout_metrics(rollouts), **metrics}, rollouts)
                 self.publish()

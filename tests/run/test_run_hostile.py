@@ -44,6 +44,29 @@ def test_garbage_between_lines_costs_no_other_line(folder):
     assert [x["step"] for x in resumed(folder)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", ["sync", "batch-async", "fully-async"])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_records_that_are_lost_cost_no_step(mode, kept, tmp_path):
+    made = recipe().override(f"weight.sync_mode={mode}")
+    with Trainer(made, MockBackend(), run=tmp_path / "r") as trainer:
+        trainer.fit(4, progress=False)
+    path = tmp_path / "r" / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
+    with Run.open(tmp_path / "r", made) as run, Trainer(made, MockBackend(), run=run) as trainer:
+        assert trainer.resume() == 4
+        trainer.fit(2, progress=False)
+        assert trainer.step_count == 6
+    assert [x["step"] for x in Folder(tmp_path / "r").metric_lines()] == [*range(1, kept + 1), 5, 6]
+
+
+def test_a_ledger_that_was_altered(folder):
+    with (folder / "ledger.jsonl").open("a") as f:
+        f.write('{"step": 4, "trained": null}\n')
+    with pytest.raises(RunFolderError, match="step 4 are no lists of prompts"):
+        Folder(folder).ledger()
+
+
 def test_a_damaged_checkpoint_is_passed_over(folder, caplog):
     want = [x["reward/mean"] for x in resumed(shutil.copytree(folder, folder.with_name("whole")))]
     newest = Folder(folder).checkpoints[-1]

@@ -48,6 +48,20 @@ def test_damaged_lines_are_passed_over_and_old_ones_forgotten(tmp_path):
     assert journal.path.read_bytes() == b""
 
 
+@pytest.mark.parametrize("change", [{"keys": 5}, {"keys": [5]}, {"newest": None}, {"newest": "x"}, {"rollouts": None}, {"rollouts": [5]}])
+def test_an_entry_that_was_altered_is_named_with_what_to_do(change, tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.path.write_text(json.dumps({"keys": ["0:0"], "newest": 0, "rollouts": [], **change}) + "\n")
+    for use in (journal.read, lambda: journal.keep({"0:0"}, 3)):
+        with pytest.raises(RunFolderError, match=r"journal.jsonl: the entry that begins .*Remove its line"):
+            use()
+
+
+def test_a_folder_in_its_place(tmp_path):
+    with pytest.raises(RunFolderError, match="is a folder"):
+        Journal(tmp_path)
+
+
 def test_many_threads_append(tmp_path):
     journal = Journal(tmp_path / "journal.jsonl")
     threads = [threading.Thread(target=lambda k=k: [journal.append([f"{k}:{i}"], group(f"{k}:{i}", n=8)) for i in range(20)]) for k in range(6)]
