@@ -110,6 +110,7 @@ class Caller:
         wire: str,
         retries: int,
         max_part: int,
+        owner: str | None = None,
     ):
         import httpx
 
@@ -118,7 +119,7 @@ class Caller:
             raise ConfigError(f"wire={wire!r} is not known{nearest(wire, kinds)}")
         self.base_url, self.identifier, self.kind = check_url(base_url), identifier, kinds[wire]
         self.request_timeout, self.retries, self.max_part = request_timeout, retries, max_part
-        self._headers = {"content-type": self.kind, "accept": self.kind, **({"authorization": f"Bearer {shown}"} if (shown := check_key(key)) else {})}
+        self._headers = {"content-type": self.kind, "accept": self.kind, **({"authorization": f"Bearer {shown}"} if (shown := check_key(key)) else {}), **({"x-owner": owner} if owner else {})}
         host = httpx.URL(self.base_url).host
         self._http = httpx.Client(base_url=self.base_url, trust_env=host not in ("localhost", "127.0.0.1", "::1"))  # no proxy to this machine
 
@@ -220,9 +221,10 @@ class HTTPTrainServiceClient(TrainServiceClient):
         wire: str = "safetensors",  # or "json", as the documents have it
         retries: int = 5,  # of a request whose connection failed
         max_part: int = LARGEST,  # bytes of one request; larger ones are sent in parts
+        owner: str | None = None,  # the run that it works for, in letters and digits: while that is heard of, no other run changes the group
     ):
         key = key if key is not None else os.environ.get("NEXRL_TRAIN_KEY")
-        self._caller = Caller(base_url, identifier, key, request_timeout, wire, retries, max_part)
+        self._caller = Caller(base_url, identifier, key, request_timeout, wire, retries, max_part, owner)
         self.base_url, self._identifier = self._caller.base_url, identifier
 
     @property

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import platform
 import tempfile
 import threading
 import time
@@ -286,6 +287,7 @@ class Starting:
         self.train_url = train_url or self.settings.train_service.url
         self.inference_url = inference_url or self.settings.inference_service.url
         self.running: Any = None  # the training service that was started
+        self.owner = hashlib.sha256(f"{platform.node()} {folder.resolve()}".encode()).hexdigest()[:16]  # of this run, also when it is resumed
         self._lock = threading.Lock()
 
     def _service(self) -> tuple[str, str | None]:
@@ -307,7 +309,7 @@ class Starting:
         url, key = section.url if role != "actor" and section.url else self.train_url, section.api_key
         if url is None and section.backend == "http":
             url, key = self._service()
-        client = create_train_service_client(section.backend, url, section.identifier, **({} if section.backend == "mock" else {"key": key, "request_timeout": section.request_timeout}))
+        client = create_train_service_client(section.backend, url, section.identifier, **({} if section.backend == "mock" else {"key": key, "request_timeout": section.request_timeout, "owner": self.owner}))
         self.owned.callback(self._leave, client)
         began = time.perf_counter()
         known = client.initialize_worker(config_dict=group_settings(self.recipe, role), role=role, world_size=section.world_size).get("state") == "ready"
