@@ -11,35 +11,100 @@ import hashlib
 import hmac
 import inspect
 import logging
+import os
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..algo.losses import required_fields
 from ..backend.base import Backend
-from ..backend.http import ASKING, JSON, MUTATING, READING, SAFETENSORS, from_body, to_body
-from ..backend.service import InProcessTrainService, actor_part, check_role, read_actor, read_settings, token_budget
-from ..types import AdamParams, BackendError, CheckpointError, ConfigError, DataError, Datum, NexRLError, NonFiniteError, nearest
+from ..backend.http import ASKING, JSON, MUTATING, READING, SAFETENSORS, check_key, from_body, to_body
+from ..backend.service import InProcessTrainService, actor_part, check_role, read_actor, section_of, token_budget
+from ..engine.model import LoraConfig
+from ..recipe.compose import read_yaml
+from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigError, DataError, Datum, NexRLError, NonFiniteError, nearest
 from ..wire import Parts, WireError
 
 # %% auto #0
-__all__ = ['STATUS', 'Answer', 'LOOPBACK', 'CALLS', 'BODY', 'STALLED', 'GroupSpec', 'error_record', 'Call', 'Group',
-           'TrainService', 'Refused', 'read_body', 'Endpoints', 'create_app', 'serve_train']
+__all__ = ['STATUS', 'Answer', 'OWN', 'LOOPBACK', 'CALLS', 'BODY', 'STALLED', 'HEADERS', 'reading', 'GroupSpec', 'error_record',
+           'Call', 'Group', 'TrainService', 'Refused', 'read_body', 'Endpoints', 'create_app', 'serve_train']
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #1c940e59
-_MODEL = {
-    "path": None, "tokenizer": None, "dtype": "auto", "device": "auto", "lora": None, "max_length": None, "gradient_checkpointing": False,
-    "revision": None, "trust_remote_code": False, "threads": "auto", "seed": 0,
+_NOTHING = type(None)
+_KINDS: dict[type, str] = {_NOTHING: "null", Mapping: "a mapping"}
+_MODEL: dict[str, tuple[Any, tuple[type, ...]]] = {  # key -> its default, and what it may be
+    "path": (None, (str,)), "tokenizer": (None, (str, _NOTHING)), "dtype": ("auto", (str,)), "device": ("auto", (str,)), "lora": (None, (Mapping, _NOTHING)), "max_length": (None, (int, _NOTHING)), "gradient_checkpointing": (False, (bool,)),
+    "revision": (None, (str, _NOTHING)), "trust_remote_code": (False, (bool,)), "threads": ("auto", (int, str)), "seed": (0, (int,)),
 }  # fmt: skip
 _SECTIONS = ("model", "actor", "resource", "token_budget", "autocast")
 _DISPATCH = ("dp", "broadcast")
 
 
+def _check_kind(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    """Raise ConfigError for a value of another type; true is no number."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & {*kinds}):
+        raise ConfigError(f"{name} must be {' or '.join(_KINDS.get(k, k.__name__) for k in kinds)}, not {type(value).__name__}")
+
+
+def _check_range(name: str, value: Any, least: int, most: int) -> None:
+    """Raise ConfigError for a whole number outside of its bounds; anything else passes."""
+    if isinstance(value, int) and not least <= value <= most:
+        raise ConfigError(f"{name} must be {least} to {most}, not {str(value)[:40]}")
+
+# %% ../../nbs/80_serve.nextrainer.ipynb #8823924e
+def _check_model(model: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a model section that names no model, or one that could not be loaded."""
+    for key, value in model.items():
+        if key not in _MODEL:
+            raise ConfigError(f"model.{key} is not known{nearest(key, _MODEL)}")
+        _check_kind(f"model.{key}", value, _MODEL[key][1])
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigError(f"model.{key} holds characters that no name or path has: {value[:80]!r}")
+    if not model.get("path"):
+        raise ConfigError("model.path: a group needs a model: a folder, or a Hub id")
+    _check_range("model.max_length", model.get("max_length"), 1, 1 << 31)
+    _check_range("model.seed", model.get("seed"), 0, (1 << 63) - 1)
+    _check_range("model.threads", model.get("threads"), 1, os.cpu_count() or 1)
+    if model.get("threads", "auto") != "auto" and not isinstance(model["threads"], int):
+        raise ConfigError(f"model.threads must be 'auto' or a number of CPUs, not {model['threads'][:40]!r}")
+    with reading("model.lora"):
+        LoraConfig(**dict(model.get("lora") or {}))
+
+
+def _check_processes(size: Any) -> None:
+    """Raise ConfigError for more processes than this machine has CPUs or GPUs for; two can be tried anywhere."""
+    import torch
+
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"world_size must be a number of processes, 1 or more, not {str(size)[:40]!r}")
+    cpus, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    if size > max(2, cpus, gpus):
+        raise ConfigError(f"world_size {str(size)[:40]} is more than this machine can run: it has {cpus} CPUs and {gpus} GPUs")
+
+
+_MISUSE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+@contextlib.contextmanager
+def reading(
+    name: str,  # of what is read in the block, for the message
+    kind: type[NexRLError] = ConfigError,
+) -> Iterator[None]:
+    """What goes wrong in the block is the fault of the arguments that it reads."""
+    try:
+        yield
+    except NexRLError:
+        raise
+    except _MISUSE as e:
+        raise kind(f"{name} cannot be read: {type(e).__name__}: {str(e)[:500]}") from e
+
+# %% ../../nbs/80_serve.nextrainer.ipynb #2b135265
 @dataclass(frozen=True)
 class GroupSpec:
     """What makes a group: a model, and the processes that hold it."""
@@ -60,24 +125,21 @@ class GroupSpec:
         role: str = "actor",
     ) -> GroupSpec | None:  # None: it names no model
         """A group of a configuration; raises ConfigError with the nearest known key."""
-        actor = given.get("actor") or {}
+        actor, resource = section_of(given, "actor"), section_of(given, "resource")
         unknown = [k for k in given if k not in _SECTIONS]
         if unknown and "actor" in given:  # else they are the actor's own
             raise ConfigError(f"config_dict.{unknown[0]} is not known{nearest(unknown[0], _SECTIONS)}")
-        model = dict(given.get("model") or actor.get("model") or {})
-        for key in model:
-            if key not in _MODEL:
-                raise ConfigError(f"model.{key} is not known{nearest(key, _MODEL)}")
-        if not model:
-            return None
-        if not model.get("path"):
-            raise ConfigError("model.path: a group needs a model: a folder, or a Hub id")
-        size = world_size if world_size is not None else (given.get("resource") or {}).get("world_size", 1)
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"world_size must be a number of processes, 1 or more, not {size!r}")
-        if dispatch_mode not in (None, *_DISPATCH):
-            raise ConfigError(f"dispatch_mode {dispatch_mode!r} is not known{nearest(str(dispatch_mode), _DISPATCH)}")
-        return cls({**_MODEL, **model}, size, dispatch_mode or "dp", token_budget(given) or 4096, str(given.get("autocast") or "none"), role == "critic")
+        model, budget, autocast = section_of(given, "model") or section_of(actor, "model"), token_budget(given), given.get("autocast") or "none"
+        if model:
+            _check_model(model)
+        size = world_size if world_size is not None else resource.get("world_size", 1)
+        _check_processes(size)
+        _check_range("token_budget", budget, 1, 1 << 40)
+        for key, value, known in (("dispatch_mode", dispatch_mode or "dp", _DISPATCH), ("autocast", autocast, ("none", "bfloat16"))):
+            if value not in known:
+                raise ConfigError(f"{key} {str(value)[:80]!r} is not known{nearest(str(value)[:80], known)}")
+        whole = {**{k: default for k, (default, _) in _MODEL.items()}, **model}
+        return cls(whole, size, dispatch_mode or "dp", budget or 4096, autocast, role == "critic") if model else None
 
     def differs(self, other: GroupSpec) -> str:
         """What another has otherwise, for a message; empty where nothing is."""
@@ -100,7 +162,7 @@ class GroupSpec:
         return WorkerGroup(path, self.world_size, tokenizer=tokenizer, **m, token_budget=self.token_budget, autocast=self.autocast, dispatch_mode=self.dispatch_mode, log_dir=logs, values=self.values)
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #52ade04a
-STATUS: tuple[tuple[type[BaseException], int], ...] = ((WireError, 400), (ConfigError, 400), (DataError, 400), (CheckpointError, 409), (NonFiniteError, 422), (NexRLError, 500), (OSError, 507))
+STATUS: tuple[tuple[type[BaseException], int], ...] = ((WireError, 400), (ConfigError, 400), (DataError, 400), (CheckpointError, 409), (BackendError, 409), (NonFiniteError, 422), (NexRLError, 500), (OSError, 507))
 
 
 def error_record(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -179,7 +241,8 @@ class Group:
         try:
             return 200, work()
         except Exception as e:  # noqa: BLE001 - every error is an answer
-            return error_record(e)
+            status, record = error_record(e)
+            return (500 if isinstance(e, BackendError) and self.look() == "failed" else status), record
         finally:
             with self._lock:
                 self.pending -= 1
@@ -257,6 +320,9 @@ class Group:
             service.backend.close()
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #84898e9b
+OWN = ("logs", "service.log")  # in the root; nobody else writes there
+
+
 @dataclass
 class TrainService:
     """Groups by identifier, and the one folder that they may write to."""
@@ -292,46 +358,67 @@ class TrainService:
         """A path below the root, links followed; raises ConfigError for any other."""
         if "\0" in path:
             raise ConfigError("a path holds no character U+0000")
-        found = (self.root / path).resolve()
+        if path.count("/") > 64 or any(len(part) > 200 for part in path.split("/")):
+            raise ConfigError(f"a path has at most 64 folders, and names of at most 200 characters; not {path[:80]!r}...")
+        try:
+            found = (self.root / path).resolve()
+        except (OSError, RuntimeError, ValueError) as e:
+            raise ConfigError(f"{path[:80]!r} is no path: {type(e).__name__}") from e
         if found == self.root or not found.is_relative_to(self.root):
             raise ConfigError(f"{path!r} is not a place below the service's root; name it relative to that, such as 'checkpoints/step_10'")
         return found
 
-    def place(self, path: str) -> str:
+    def place(
+        self,
+        path: str,
+        written: bool = False,  # whether something is to be written there
+    ) -> str:
         """A folder below the root, or a URL that is allowed."""
         if "://" not in path:
-            return str(self.inside(path))
+            found = self.inside(path)
+            if written:
+                self._check_free(path, found)
+            return str(found)
         below = any(path.startswith(f"{allowed.rstrip('/')}/") for allowed in self.remote_roots)
         if not below or ".." in path.split("/") or "::" in path or "\0" in path:
             raise ConfigError(f"{path!r}: this service copies to and from {', '.join(self.remote_roots) or 'no place but its own root'}; start it with --remote-root for another")
         return path
 
-    def register(self, identifier: str | None, given: Mapping[str, Any], role: str, world_size: int | None, dispatch_mode: str | None) -> Group:
-        """A group for a configuration: a new one, or the one of that name and model."""
-        check_role(role)
-        spec, part = GroupSpec.read(given, world_size, dispatch_mode, role), actor_part(given)
-        read_actor(part, role)  # refused before anything is changed
+    def _check_free(self, path: str, found: Path) -> None:
+        """Raise ConfigError where the service keeps its own files, or another file is."""
+        if found.relative_to(self.root).parts[0] in OWN or any(p.is_file() for p in (found, *found.parents)):
+            raise ConfigError(f"{path!r} is a file, or the service's own ({', '.join(OWN)}); name another folder, such as 'checkpoints/step_10'")
+
+    def register(self, identifier: str | None, given: Mapping[str, Any], role: str | None, world_size: int | None, dispatch_mode: str | None) -> Group:
+        """A group for a configuration: a new one, or the one of that name, role and model."""
         with self._lock:
             name = identifier or (next(iter(self.groups)) if len(self.groups) == 1 else "default")
             known = self.groups.get(name)
-            if spec is None and known is None:
-                raise ConfigError(f"there is no group {name!r} yet, and config_dict names no model for one: give model.path (or actor.model.path)")
-            if known is not None and spec is None and token_budget(given) not in (None, known.spec.token_budget):
-                raise ConfigError(f"group {name!r} computes {known.spec.token_budget} tokens at once, not {token_budget(given)}; that is set with its model: deregister it first, or leave token_budget out")
-            if known is not None and spec is None:
-                return _configured(known, part)
-            assert spec is not None
-            if spec.model["trust_remote_code"] and not self.trust_remote_code:
-                raise ConfigError("model.trust_remote_code: this service loads no model with code of its own; start it with --trust-remote-code to allow that")
-            if known is not None and (known.spec != spec or known.role != role):
-                how = known.spec.differs(spec) or f"role {role!r}, not {known.role!r}"
+            role = role or (known.role if known is not None else "actor")
+            check_role(role)
+            spec, part = GroupSpec.read(given, world_size, dispatch_mode, role), actor_part(given)
+            if known is not None and (known.role != role or known.spec != (spec or known.spec)):
+                how = f"role {role!r}, not {known.role!r}" if known.role != role else spec and known.spec.differs(spec)
                 raise ConfigError(f"group {name!r} is there already, and this asks for {how}; deregister it first, take another identifier, or leave the model out to use it as it is")
+            read_actor(part, role)  # refused before anything is changed
             if known is None:
-                self._check_new(name, spec)
-                known = self.groups[name] = Group(name, role, spec, self.root / "logs" / name)
-            return _configured(known, part)
+                known = self._new(name, role, spec)
+            elif spec is None and token_budget(given) not in (None, known.spec.token_budget):
+                raise ConfigError(f"group {name!r} computes {known.spec.token_budget} tokens at once, not {token_budget(given)}; that is set with its model: deregister it first, or leave token_budget out")
+            known.actor = part or known.actor
+            return known
 
-    def _check_new(self, name: str, spec: GroupSpec) -> None:
+    def _new(self, name: str, role: str, spec: GroupSpec | None) -> Group:
+        """Another group, where there may be one."""
+        if spec is None:
+            raise ConfigError(f"there is no group {name!r} yet, and config_dict names no model for one: give model.path (or actor.model.path)")
+        if spec.model["trust_remote_code"] and not self.trust_remote_code:
+            raise ConfigError("model.trust_remote_code: this service loads no model with code of its own; start it with --trust-remote-code to allow that")
+        self._check_new(name)
+        self.groups[name] = Group(name, role, spec, self.root / "logs" / name)
+        return self.groups[name]
+
+    def _check_new(self, name: str) -> None:
         if not name or len(name) > 100 or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
             raise ConfigError(f"an identifier is letters, digits, '.', '_' and '-', not {name[:120]!r}")
         if len(self.groups) >= self.max_groups:
@@ -366,10 +453,14 @@ class TrainService:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def _configured(group: Group, part: dict[str, Any]) -> Group:
-    """The group, told how to learn where that was said."""
-    group.actor = part or group.actor
-    return group
+def _settings(path: Path) -> dict[str, Any]:
+    """A configuration file as it stands; a client's file asks nothing of the service's environment."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.to_container(read_yaml(path))
+    if "${" in str(found):
+        raise ConfigError(f"config_path {path.name}: a service replaces no ${{...}}; write the values out, or send them as config_dict")
+    return found  # type: ignore[return-value]
 
 
 def _initialize(service: TrainService, identifier: str | None, a: dict[str, Any]) -> tuple[Group, Callable[[], Any]]:
@@ -377,11 +468,10 @@ def _initialize(service: TrainService, identifier: str | None, a: dict[str, Any]
     if a.get("zmq_base_port") is not None:
         raise ConfigError(f"zmq_base_port={a['zmq_base_port']}: the processes of a group speak over sockets that they choose themselves; leave it out")
     given = a.get("config_dict")
-    if given is None:
-        given = read_settings(str(service.inside(str(a["config_path"])))) if a.get("config_path") else {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"config_dict must be a mapping, not {type(given).__name__}")
-    group = service.register(identifier, given, str(a.get("role") or "actor"), a.get("world_size"), a.get("dispatch_mode"))
+    with reading("initialize_worker"):
+        if given is None:
+            given = _settings(service.inside(str(a["config_path"]))) if a.get("config_path") else {}
+        group = service.register(identifier, given, a.get("role"), a.get("world_size"), a.get("dispatch_mode"))
 
     def configure() -> dict[str, Any]:
         group.configure()
@@ -394,10 +484,11 @@ _NUMBER = (int, float)
 _TAKES: dict[str, tuple[type, ...]] = {  # argument -> what it may be
     **dict.fromkeys(("local_path", "path", "target", "kind", "loss_fn"), (str,)), "hdfs_path": (str, type(None)), **dict.fromkeys(("loss_config", "adam"), (Mapping, type(None))), "spec": (Mapping,),
     **dict.fromkeys(("reference", "saved_fully_shared_ckpt", "save_weight_only", "remove_previous_ckpt", "del_local_after_load", "load_weight_only"), (bool,)),
-    "global_step": (int,), "keep_last": (int, type(None)), "datums": (list,),
+    "global_step": (int,), "keep_last": (int, type(None)), "datums": (list,), "config_dict": (Mapping, type(None)), **dict.fromkeys(("config_path", "role", "dispatch_mode"), (str, type(None))),
 }  # fmt: skip
 
 
+_BOUNDS = {"keep_last": (1, 1 << 31), "global_step": (0, 1 << 53)}
 _BATCH = ("batch", "tensors", "values", "metadata")  # under its name, or, as the documents send it, by itself
 _ARGUMENTS: dict[str, tuple[str, ...]] = {name: tuple(p for p in inspect.signature(getattr(InProcessTrainService, name)).parameters if p not in ("self", "stop_flag")) for name in (*MUTATING, *READING)}
 _ARGUMENTS |= {**dict.fromkeys(("update_actor", "update_critic", "compute_values"), _BATCH), "compute_log_prob": (*_BATCH, "reference")}
@@ -408,9 +499,9 @@ def _check_types(name: str, a: Mapping[str, Any]) -> None:
     for key, value in a.items():
         if key not in _ARGUMENTS[name]:
             raise ConfigError(f"{name} takes no {key!r}{nearest(key, _ARGUMENTS[name])}")
-        kinds = _TAKES.get(key, (object,))
-        if not isinstance(value, kinds):
-            raise ConfigError(f"{name}: {key} must be {' or '.join(k.__name__.replace('NoneType', 'null') for k in kinds)}, not {type(value).__name__}")
+        _check_kind(f"{name}: {key}", value, _TAKES.get(key, (object,)))
+        if key in _BOUNDS:
+            _check_range(f"{name}: {key}", value, *_BOUNDS[key])
     for key in ("loss_config", "adam"):
         for field_name, value in (a.get(key) or {}).items():
             if not isinstance(value, (str, *_NUMBER, type(None))):
@@ -434,12 +525,12 @@ def _plain(name: str) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
     return do
 
 
-def _paths(name: str, *keys: str) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
-    """A call some of whose arguments are places."""
+def _paths(name: str, **places: bool) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
+    """A call some of whose arguments are places, which it writes to or not."""
 
     def do(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
         _check_types(name, a)
-        return _plain(name)(service, group, {k: service.place(v) if k in keys and v is not None else v for k, v in a.items()})
+        return _plain(name)(service, group, {k: service.place(v, places[k]) if k in places and v is not None else v for k, v in a.items()})
 
     return do
 
@@ -467,7 +558,11 @@ def _update(name: str) -> Callable[[TrainService, Group, dict[str, Any]], Any]:
 
     def do(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
         _check_types(name, a)
-        return getattr(group.ready(), name)(_batch(a), stop_flag=group.stopping)
+        model, batch = group.ready(), _batch(a)
+        needed = {"loss_mask", *({"advantages"} & {*required_fields(model.config.loss_fn, model.config.loss_config)} if name == "update_actor" else ())}
+        if missing := needed - {*batch["tensors"], *batch["values"], *batch["metadata"]}:
+            raise DataError(f"the loss {model.config.loss_fn!r} learns from a batch with {' and '.join(sorted(missing))}; this one has {', '.join(batch['tensors'])}")
+        return getattr(model, name)(batch, stop_flag=group.stopping)
 
     return do
 
@@ -493,6 +588,9 @@ def _broadcast(service: TrainService, group: Group, a: dict[str, Any]) -> Any:
     return group.ready().broadcast_weights(spec)
 
 
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "loss_mask")
+
+
 def _batch(a: dict[str, Any]) -> Mapping[str, Any]:
     """A batch, its tensors as tensors."""
     batch = a.get("batch", a)
@@ -502,10 +600,39 @@ def _batch(a: dict[str, Any]) -> Mapping[str, Any]:
     rows = {k: tuple(v.shape[:1]) for k, v in tensors.items()}
     if len(set(rows.values())) > 1 or () in rows.values():
         raise DataError(f"the tensors of a batch have as many rows each, not {rows}")
+    tensors |= {k: _per_token(k, tensors[k], tensors["input_ids"].shape) for k in _PER_TOKEN if k in tensors}
     values, metadata = batch.get("values") or {}, batch.get("metadata") or {}
-    if not isinstance(values, Mapping) or not isinstance(metadata, Mapping) or not isinstance(metadata.get("global_step", 0), int):
-        raise DataError("a batch's values and metadata are mappings, and its metadata's global_step is a number")
-    return {"tensors": tensors, "values": values, "metadata": metadata}
+    if not isinstance(values, Mapping) or not isinstance(metadata, Mapping):
+        raise DataError("a batch's values and metadata are mappings")
+    if twice := [k for k in values if k in tensors or k in _PER_TOKEN]:
+        raise DataError(f"a batch's values hold {twice[0]!r}, which is a tensor: send it in tensors alone")
+    with reading("a batch", DataError):
+        _check_kind("metadata.global_step", metadata.get("global_step", 0), (int,))
+        _check_range("metadata.global_step", metadata.get("global_step", 0), *_BOUNDS["global_step"])
+        whole = {"tensors": tensors, "values": values, "metadata": metadata}
+        Batch.from_nextrainer_batch(whole)
+    return whole
+
+
+def _per_token(name: str, t: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor of ids or of a mask, every value of which can be one."""
+    import torch
+
+    if len(shape) != 2 or 0 in shape or t.shape != shape:
+        raise DataError(f"tensors.{name} is {list(t.shape)}; " + (f"it has a value for each token of input_ids, {list(shape)}" if t.shape != shape else "it is [rows, tokens], at least one of each"))
+    mask = name.endswith("mask")
+    if mask:
+        wrong = (t != 0) & (t != 1)
+    elif t.dtype == torch.bool:
+        wrong = torch.ones_like(t)
+    elif t.dtype.is_floating_point:
+        wrong = ~(t.abs() < 1 << 53) | (t != t.trunc())
+    else:
+        return t.to(torch.int64)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise DataError(f"tensors.{name} holds {t[row, column].item()} in row {row}, token {column}; it holds {'0 and 1' if mask else 'whole numbers'} alone")
+    return t if mask else t.to(torch.int64)
 
 
 def _tensor(name: str, value: Any) -> Any:
@@ -514,8 +641,8 @@ def _tensor(name: str, value: Any) -> Any:
 
     try:
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise DataError(f"tensors.{name} is no tensor: {str(e).splitlines()[0]}") from e
+    except (*_MISUSE, RuntimeError) as e:
+        raise DataError(f"tensors.{name} is no tensor: {(str(e).splitlines() or [type(e).__name__])[0]}") from e
 
 
 CALLS: dict[str, Callable[[TrainService, Group, dict[str, Any]], Any]] = {
@@ -530,10 +657,10 @@ CALLS: dict[str, Callable[[TrainService, Group, dict[str, Any]], Any]] = {
     "zero_grad": _plain("zero_grad"),
     "reset": _plain("reset"),
     "publish": _plain("publish"),
-    "save_checkpoint": _paths("save_checkpoint", "local_path", "hdfs_path"),
-    "load_checkpoint": _paths("load_checkpoint", "path"),
-    "convert_checkpoint_to_huggingface": _paths("convert_checkpoint_to_huggingface", "path", "target"),
-    "export_weights": _paths("export_weights", "path"),
+    "save_checkpoint": _paths("save_checkpoint", local_path=True, hdfs_path=True),
+    "load_checkpoint": _paths("load_checkpoint", path=False),
+    "convert_checkpoint_to_huggingface": _paths("convert_checkpoint_to_huggingface", path=False, target=True),
+    "export_weights": _paths("export_weights", path=True),
     "broadcast_weights": _broadcast,
 }
 assert {*CALLS, "initialize_worker", "deregister", "shutdown"} == {*MUTATING, *READING}
@@ -580,7 +707,7 @@ class Endpoints:
     def __init__(self, service: TrainService, key: str | None, max_body: int, stop: Callable[[], None]):
         self.service, self.key, self.max_body, self.stop = service, key, max_body, stop
         self.parts = Parts(limit=2 * max_body, largest=max_body)
-        self._endings: OrderedDict[str, asyncio.Task[dict[str, Any]]] = OrderedDict()
+        self._endings: OrderedDict[tuple[str, str | None], asyncio.Task[dict[str, Any]]] = OrderedDict()  # by id and group
         self._log = logging.getLogger(__name__)
 
     def check(self, request: Any) -> None:
@@ -605,6 +732,8 @@ class Endpoints:
             if kind not in (SAFETENSORS, JSON, "application/octet-stream", ""):
                 raise Refused(415, f"bodies are {SAFETENSORS} or {JSON}, not {kind[:80]!r}")
             return await work(JSON if kind in (JSON, "") else SAFETENSORS)
+        except asyncio.CancelledError:  # what is under way when the service ends
+            return self._error(request.url.path, 503, {"error": {"type": "BackendError", "message": "the service is ending; this call may not have been done"}})
         except Refused as e:
             response = self.answer({"error": {"type": "ConfigError", "message": str(e)}}, JSON, e.status)
             response.headers["connection"] = "close"  # the rest of its body is not read
@@ -649,8 +778,7 @@ class Endpoints:
                 body = bytearray(whole)
             if name in ("deregister", "shutdown"):
                 return self.answer(await self._end(name, identifier, ident), kind)
-            digest, arguments = await asyncio.to_thread(_read, name, body, kind)
-            return await self._await(self._submit(name, identifier, ident, digest, arguments), request, kind, ident)
+            return await self._await(await asyncio.to_thread(self._submit, name, identifier, ident, body, kind), request, kind, ident)
 
         return await self.safely(request, work)
 
@@ -659,7 +787,9 @@ class Endpoints:
             return self.service.group(identifier).find(ident)
         return None
 
-    def _submit(self, name: str, identifier: str | None, ident: str, digest: bytes, arguments: dict[str, Any]) -> Future[Answer]:
+    def _submit(self, name: str, identifier: str | None, ident: str, body: bytearray, kind: str) -> Future[Answer]:
+        """Read a call and put it in line; in a thread, since a body or a file may be long."""
+        digest, arguments = _read(name, body, kind)
         if name == "initialize_worker":
             group, do = _initialize(self.service, identifier, arguments)
             return group.submit(ident, digest, do)
@@ -700,11 +830,12 @@ class Endpoints:
         if name == "shutdown":
             self.stop()
             return {"status": "stopping"}
-        if ident not in self._endings:
-            self._endings[ident] = asyncio.create_task(self._deregister(identifier))
+        asked = (ident, identifier)
+        if asked not in self._endings:
+            self._endings[asked] = asyncio.create_task(self._deregister(identifier))
             while len(self._endings) > 64:
                 self._endings.popitem(last=False)
-        return await asyncio.shield(self._endings[ident])
+        return await asyncio.shield(self._endings[asked])
 
     async def _deregister(self, identifier: str | None) -> dict[str, Any]:
         group = await asyncio.to_thread(self.service.remove, identifier)
@@ -731,8 +862,9 @@ def create_app(
     """The service as an application."""
     from fastapi import FastAPI
 
-    service.listens_elsewhere = key is not None
-    ends = Endpoints(service, key, max_body, stop)
+    secret = check_key(key)
+    service.listens_elsewhere = secret is not None
+    ends = Endpoints(service, secret, max_body, stop)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -748,6 +880,42 @@ def create_app(
     return app
 
 
+HEADERS = 30.0  # seconds until a request's headers must be there
+
+
+def _impatient() -> type[asyncio.Protocol]:
+    """Uvicorn's HTTP, which closes a connection that begins a request and does not go on with it."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        patience: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self.watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.rest()
+
+        def watch(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:  # a request is whole, or its body under way
+                self.rest()
+            elif self.patience is None and not self.transport.is_closing():
+                self.patience = self.loop.call_later(HEADERS, self.transport.close)
+
+        def rest(self) -> None:
+            if self.patience is not None:
+                self.patience.cancel()
+                self.patience = None
+
+    return Impatient
+
+# %% ../../nbs/80_serve.nextrainer.ipynb #70c63de2
 def serve_train(
     service: TrainService,
     *,
@@ -760,11 +928,11 @@ def serve_train(
     """Serve until /shutdown, Ctrl-C or TERM; every group's processes end with it."""
     import uvicorn
 
-    if host not in LOOPBACK and not key:
+    if host not in LOOPBACK and check_key(key) is None:
         raise ConfigError(f"a service on {host} can be reached from elsewhere and needs a key: set NEXRL_TRAIN_KEY, or serve on 127.0.0.1")
     server: Any = None
     app = create_app(service, key=key, max_body=max_body, stop=lambda: setattr(server, "should_exit", True))
-    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, http=_impatient(), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5))
     threading.Thread(target=_announce, args=(server, host, started), name="nexrl-announce", daemon=True).start()
     try:
         with contextlib.suppress(SystemExit):  # uvicorn's word for a port that is taken
