@@ -32,8 +32,9 @@ from ..types import AdamParams, BackendError, Batch, CheckpointError, ConfigErro
 from ..wire import Parts, WireError
 
 # %% auto #0
-__all__ = ['STATUS', 'Answer', 'OWN', 'LOOPBACK', 'CALLS', 'BODY', 'STALLED', 'HEADERS', 'reading', 'GroupSpec', 'error_record',
-           'Call', 'Group', 'TrainService', 'Refused', 'read_body', 'Endpoints', 'create_app', 'serve_train']
+__all__ = ['STATUS', 'Answer', 'SILENT', 'OWN', 'LOOPBACK', 'CALLS', 'BODY', 'STALLED', 'HEADERS', 'reading', 'GroupSpec',
+           'error_record', 'Call', 'Group', 'TrainService', 'Refused', 'read_body', 'Endpoints', 'create_app',
+           'serve_train']
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #1c940e59
 _NOTHING = type(None)
@@ -200,6 +201,9 @@ def _bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 64))
 
 
+SILENT = 120.0  # seconds after which a run that was not heard of has lost its group to the next that asks; each asks for its health more often
+
+
 class Group:
     """A model, its queue, and its last answers."""
 
@@ -211,9 +215,25 @@ class Group:
         self.actor: dict[str, Any] = {}
         self.state, self.cause = "registered", ""  # registered, loading, ready, failed, closed
         self.stopping = threading.Event()  # set: what can be left off is
+        self.owner, self.heard = "", 0.0  # the run that it works for, and when that was heard of
         self._queue = ThreadPoolExecutor(1, thread_name_prefix=f"group-{identifier}")
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._lock, self.pending = threading.Lock(), 0
+
+    def hear(
+        self,
+        owner: str,  # the run that a request says it is from
+        name: str,  # of the call
+    ) -> None:
+        """Note that a run is there; raises for a call that would change what works for another."""
+        with self._lock:
+            ago = time.monotonic() - self.heard
+            if self.owner in ("", owner) or (name == "initialize_worker" and ago > SILENT):
+                self.owner, self.heard = owner, time.monotonic()
+            elif name == "initialize_worker":
+                raise ConfigError(f"group {self.identifier!r} works for another run, which was heard of {ago:.0f} s ago; give this run a group of its own (service.train_service.identifier), wait until that run has ended, or deregister the group")
+            elif name in MUTATING:
+                raise BackendError(f"group {self.identifier!r} works for another run now, since this one had not been heard of for {SILENT:.0f} s; resume it with an identifier of its own")
 
     def submit(
         self,
@@ -751,9 +771,21 @@ class Endpoints:
 
         async def work(kind: str) -> Any:
             identifier = request.query_params.get("identifier")
+            self._hear(request, identifier)
             return self.answer(await asyncio.to_thread(self._asked, request.url.path.strip("/"), identifier), kind)
 
         return await self.safely(request, work)
+
+    def _hear(self, request: Any, identifier: str | None, name: str = "") -> None:
+        """Tell a group that is there who asks."""
+        owner = request.headers.get("x-owner", "")[:100]
+        if not owner:
+            return
+        try:
+            group = self.service.group(identifier)
+        except ConfigError:  # none yet, or which is not said
+            return
+        group.hear(owner, name)
 
     def _asked(self, name: str, identifier: str | None) -> dict[str, Any]:
         groups = dict(self.service.groups)
@@ -767,6 +799,7 @@ class Endpoints:
         async def work(kind: str) -> Any:
             name, identifier = request.url.path.strip("/"), request.query_params.get("identifier")
             ident = request.headers.get("x-request-id") or uuid.uuid4().hex
+            self._hear(request, identifier, name)
             body = await read_body(request, self.max_body)
             if (mark := request.headers.get("x-part")) is not None:
                 known = self._known(identifier, ident)  # its last part came again, because the answer was lost
@@ -778,7 +811,9 @@ class Endpoints:
                 body = bytearray(whole)
             if name in ("deregister", "shutdown"):
                 return self.answer(await self._end(name, identifier, ident), kind)
-            return await self._await(await asyncio.to_thread(self._submit, name, identifier, ident, body, kind), request, kind, ident)
+            future = await asyncio.to_thread(self._submit, name, identifier, ident, body, kind)
+            self._hear(request, identifier, name)  # also where the group is new
+            return await self._await(future, request, kind, ident)
 
         return await self.safely(request, work)
 
@@ -818,6 +853,7 @@ class Endpoints:
         async def work(kind: str) -> Any:
             ident = request.path_params["ident"]
             group = self.service.group(request.query_params.get("identifier"))
+            self._hear(request, group.identifier)
             future = group.find(ident)
             if future is None:
                 raise ConfigError(f"group {group.identifier!r} knows no call {ident[:80]!r}: it was answered long ago, or the service was started anew and the call is lost; load the last checkpoint")

@@ -247,3 +247,28 @@ def test_a_call_under_way_when_the_service_ends_is_told(tmp_path: Path, tiny_qwe
     thread.join(30)
     assert not thread.is_alive() and answers[0].status_code == 503 and "the service is ending" in answers[0].json()["error"]["message"]
     assert not [r for r in caplog.records if r.exc_info]
+
+
+@pytest.mark.timeout(60)
+def test_a_group_works_for_one_run_at_a_time(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another is refused while the first is heard of, and afterwards takes over; a client that says no name is somebody at a prompt."""
+    from starlette.testclient import TestClient
+
+    service = nextrainer.TrainService(tmp_path / "root")
+    with TestClient(nextrainer.create_app(service)) as http:
+
+        def call(name: str, owner: str | None, **arguments: Any) -> tuple[int, str]:
+            answer = http.post(f"/{name}?identifier=policy", json=arguments, headers={"x-owner": owner} if owner else {})
+            return answer.status_code, answer.text
+
+        settings = {"config_dict": {"model": {"path": str(tiny_qwen2), "dtype": "float32"}, "actor": {"lr": 0.01}}}
+        assert call("initialize_worker", "a", **settings)[0] == call("init_model", "a")[0] == 200
+        status, said = call("initialize_worker", "b", config_dict={**settings["config_dict"], "actor": {"lr": 0.5}})
+        assert status == 400 and "works for another run" in said and "identifier" in said
+        assert service.groups["policy"].actor == {"lr": 0.01}
+        assert call("publish", "b")[0] == call("deregister", "b")[0] == 409 and "policy" in service.groups
+        assert http.get("/worker_info?identifier=policy", headers={"x-owner": "b"}).status_code == call("publish", None)[0] == call("publish", "a")[0] == 200
+        monkeypatch.setattr(nextrainer, "SILENT", -1.0)
+        assert call("initialize_worker", "b", **settings)[0] == call("publish", "b")[0] == 200
+        assert call("publish", "a")[0] == 409
+        assert call("deregister", "b")[0] == 200
