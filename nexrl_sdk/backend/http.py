@@ -73,7 +73,7 @@ def check_key(
     clean = str(key or "").strip()
     wrong = next((i for i, c in enumerate(clean) if not " " <= c <= "~"), None)
     if wrong is not None:
-        raise ConfigError(f"the key (NEXRL_TRAIN_KEY) has a character at place {wrong + 1} that a header cannot carry; a key is plain ASCII on one line")
+        raise ConfigError(f"the key has a character at place {wrong + 1} that a header cannot carry; a key is plain ASCII on one line")
     return clean or None
 
 
@@ -92,7 +92,7 @@ def check_url(
     if read.scheme not in ("http", "https"):
         raise ConfigError(f"base_url must begin with http:// or https://, not {shown!r}")
     if read.userinfo or "@" in text:
-        raise ConfigError(f"base_url {shown!r} holds a name or password; a service takes its key alone: give key, or NEXRL_TRAIN_KEY in the environment")
+        raise ConfigError(f"base_url {shown!r} holds a name or password; a service takes its key alone: give key, or set it in the environment (NEXRL_TRAIN_KEY, NEXRL_INFERENCE_KEY)")
     if not read.host or not 0 < (80 if read.port is None else read.port) < 1 << 16 or read.query or read.fragment or any(c.isspace() for c in text):
         raise ConfigError(f"base_url {shown!r} is no address; expected something like http://localhost:8000")
     return text

@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, nearest
+from .http import check_key, check_url
+from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, NexRLError, SamplingParams, is_number, nearest
 
 # %% auto #0
-__all__ = ['CHUNK', 'NO_TOKENS', 'T', 'InferenceEngine', 'as_list', 'vllm_params', 'scored', 'completion_of', 'completions_of',
-           'labels_of', 'check_adapter', 'WeightLabels', 'ServerConnection', 'OpenAIInferenceClient']
+__all__ = ['CHUNK', 'NO_TOKENS', 'T', 'InferenceEngine', 'as_list', 'vllm_params', 'scored', 'understood', 'completion_of',
+           'completions_of', 'labels_of', 'check_adapter', 'WeightLabels', 'ServerConnection', 'OpenAIInferenceClient']
 
 # %% ../../nbs/33_backend.inference.ipynb #323d08f6
 class InferenceEngine(ABC):
@@ -209,6 +210,36 @@ def _by_names(choice: Mapping[str, Any]) -> tuple[list[float] | None, list[list[
     return found.get("token_logprobs"), [[(i + 1, t, -v) for i, (v, t) in enumerate(row)] for row in top]
 
 # %% ../../nbs/33_backend.inference.ipynb #5cad3899
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+@contextlib.contextmanager
+def understood(
+    who: str,  # the server
+    path: str,  # what it was asked
+    answer: Any = None,
+) -> Iterator[None]:
+    """What goes wrong in the block is the fault of a server's answer: a BackendError that shows it."""
+    try:
+        yield
+    except NexRLError:
+        raise
+    except _ODD as e:
+        raise BackendError(f"{who} answered {path} as no OpenAI-compatible server does ({type(e).__name__}: {str(e)[:200]}): {str(answer)[:200]}") from e
+
+
+def _check_drawn(tokens: Any, logprobs: Any, p: SamplingParams, who: str) -> None:
+    """Raise BackendError for tokens or logprobs that cannot have been drawn."""
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < 1 << 31 for t in tokens):
+        raise BackendError(f"{who} returned token ids that are none: {str(tokens)[:200]}")
+    if len(tokens) > p.max_tokens:
+        raise BackendError(f"{who} returned {len(tokens)} tokens where at most {p.max_tokens} were asked for")
+    if logprobs is None or len(logprobs) != len(tokens) or any(x is None for x in logprobs):
+        raise BackendError(f"{who} returned {len(logprobs or [])} logprobs for {len(tokens)} tokens; it must honour `logprobs`")
+    if not all(is_number(x) and x <= 1e-3 for x in logprobs):
+        raise BackendError(f"{who} returned logprobs that are none (finite, at most 0): {str(logprobs)[:200]}")
+
+
 def completion_of(
     choice: Mapping[str, Any],  # of either route
     p: SamplingParams,
@@ -222,11 +253,14 @@ def completion_of(
         raise BackendError(NO_TOKENS.format(who=who))
     numbers = isinstance((choice.get("logprobs") or {}).get("content"), list)
     logprobs, top = (_by_numbers if numbers else _by_names)(choice)
-    if logprobs is None or len(logprobs) != len(tokens) or any(x is None for x in logprobs):
-        raise BackendError(f"{who} returned {len(logprobs or [])} logprobs for {len(tokens)} tokens; it must honour `logprobs`")
-    spans = choice.get("weight_versions") or []
+    _check_drawn(tokens, logprobs, p, who)
+    spans, reason = choice.get("weight_versions") or [], choice.get("finish_reason") or "stop"
     versions = [version_of(s["version"]) for s in spans for _ in range(s["start"], s["end"])]
-    out = Completion([int(t) for t in tokens], [float(x) for x in logprobs], choice.get("finish_reason") or "stop", versions[0] if versions else version)
+    if versions and len(versions) != len(tokens):
+        raise BackendError(f"{who} named weights for {len(versions)} of {len(tokens)} tokens")
+    if reason not in ("stop", "length", "abort"):
+        raise BackendError(f"{who} ended a completion by {str(reason)[:80]!r}, not by stop, length or abort")
+    out = Completion(list(tokens), [float(x) for x in logprobs or ()], reason, versions[0] if versions else version)
     if len(set(versions)) > 1:
         out.weight_version, out.weight_versions = min(versions), versions
     if p.top_logprobs:
@@ -241,11 +275,14 @@ def completions_of(
     who: str,
     version: int = 0,  # where the answer does not say
     tokenizer: Any = None,  # for the text of completions that stop at strings
+    count: int | None = None,  # choices that were asked for; None: whatever there is
 ) -> list[Completion]:
     """All choices of a server's answer."""
     if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise BackendError(f"{who} answered without choices: {str(answer)[:200]}")
     choices = sorted(answer["choices"], key=lambda c: c.get("index", 0))
+    if count is not None and [c.get("index", 0) for c in choices] != list(range(count)):
+        raise BackendError(f"{who} was asked for {count} completions and returned those numbered {str([c.get('index', 0) for c in choices])[:100]}")
     out = [completion_of(c, p, who, WeightLabels.version, version) for c in choices]
     scores = scored(prompt, answer.get("prompt_logprobs") or choices[0].get("prompt_logprobs")) if p.prompt_logprobs else None
     strings = [p.stop] if isinstance(p.stop, str) else [s for s in p.stop or () if isinstance(s, str)]
@@ -376,8 +413,8 @@ class ServerConnection:
         concurrency: int = 256,
         diagnose: Callable[[], str] | None = None,
     ):
-        self.base_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
-        self._key, self.stall_timeout, self.max_retries, self._concurrency, self._diagnose = key, stall_timeout, max_retries, concurrency, diagnose
+        self.base_url = check_url(base_url).removesuffix("/v1").rstrip("/")
+        self._key, self.stall_timeout, self.max_retries, self._concurrency, self._diagnose = check_key(key), stall_timeout, max_retries, concurrency, diagnose
         self._loop, self.closed = _Loop.get(), False
         self._http: Any = None
         self._gate: asyncio.Semaphore | None = None
@@ -403,12 +440,19 @@ class ServerConnection:
 
     async def once(self, method: str, path: str, body: Any, timeout: float) -> Any:
         """One try; the answer's JSON."""
-        async with asyncio.timeout(timeout):
-            response = await self._client().request(method, path, json=body)
+        import httpx
+
+        try:
+            async with asyncio.timeout(timeout):
+                response = await self._client().request(method, path, json=body)
+        except httpx.DecodingError as e:
+            raise self.error(f"{path} answered with a body that cannot be decoded: {e}") from e
         if response.status_code in (429, 502, 503, 504):
             raise _Retryable(f"{path} answered {response.status_code}: {_message(response)}")
         if response.status_code == 401:
             raise self.error("the key is missing or wrong (401)")
+        if 300 <= response.status_code < 400:
+            raise self.error(f"{path} answered {response.status_code}, a redirect to {response.headers.get('location', 'nowhere')[:200]}: give the address of the server itself")
         if response.status_code >= 400:
             raise self.error(f"{path} answered {response.status_code}: {_message(response)}")
         return self._body(path, response)
@@ -419,7 +463,7 @@ class ServerConnection:
             return response.text or None
         try:
             return response.json()
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise self.error(f"{path} answered with broken JSON: {e}") from e
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0, retries: int | None = None) -> Any:
@@ -549,17 +593,22 @@ class OpenAIInferenceClient(InferenceEngine):
         return self
 
     async def _discover(self) -> None:
-        models = {m["id"]: m for m in (await self.server.ask("GET", "/v1/models"))["data"]}
+        answer = await self.server.ask("GET", "/v1/models")
+        with understood(self.server.base_url, "/v1/models", answer):
+            models = {str(m["id"]): m.get("max_model_len") for m in answer["data"]}
         self.model = self.model or next(iter(models), None)
         if self.model not in models:
             raise ConfigError(f"{self.server.base_url} does not serve {self.model!r}{nearest(self.model, models)}")
-        self._context = models[self.model].get("max_model_len")
+        self._context = models[self.model]
+        if self._context is not None and (type(self._context) is not int or self._context < 1):
+            raise self.server.error(f"/v1/models says that max_model_len is {str(self._context)[:80]!r}, which is no number of tokens")
         self._generates = await self.server.status("/inference/v1/generate") == 405  # there, but not for GET
         self._updates = await self.server.status("/weight_info") == 200
         if self._updates:
             self.server.sign_of_life = "/weight_info"  # answered by the engine's own process
-            self._labels.current = WeightLabels.version((await self.server.ask("GET", "/weight_info"))["weight_version"])
-            self._ranks = int((await self.server.ask("GET", "/get_world_size"))["world_size"])
+            known, size = await self.server.ask("GET", "/weight_info"), await self.server.ask("GET", "/get_world_size")
+            with understood(self.server.base_url, "/weight_info and /get_world_size", [known, size]):
+                self._labels.current, self._ranks = WeightLabels.version(known["weight_version"]), int(size["world_size"])
 
     @property
     def weight_version(self) -> int:
@@ -598,9 +647,9 @@ class OpenAIInferenceClient(InferenceEngine):
                 while self._paused:
                     await asyncio.sleep(0.01)
                 answer = await self._post(prompt, asked)
-            labels = labels_of(answer)
-            if not labels & self._labels.void:
-                return completions_of(prompt, p, answer, self.server.base_url, self._labels.current, self.tokenizer)
+            with understood(self.server.base_url, "a request for completions", answer):
+                if not labels_of(answer) & self._labels.void:
+                    return completions_of(prompt, p, answer, self.server.base_url, self._labels.current, self.tokenizer, asked["n"])
         raise self.server.error("weights were rolled back four times while one request was under way")
 
     async def _post(self, prompt: list[int], asked: dict[str, Any]) -> Any:
@@ -630,7 +679,8 @@ class OpenAIInferenceClient(InferenceEngine):
         asked = vllm_params(SamplingParams(max_tokens=1, prompt_logprobs=True), tokens, max_length=self._context)
         async with self._scoring:
             answer = await self._post(tokens, {**asked, "prompt_logprobs": 0 if temperature == 1 else -1})
-        return np.array(scored(tokens, answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs"), temperature))
+        with understood(self.server.base_url, "a request for logprobs of a prompt", answer):
+            return np.array(scored(tokens, answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs"), temperature))
 
     def _post_all(self, *calls: tuple[str, Any], timeout: float = 60.0) -> list[Any]:
         """Endpoints for weights, one after the other."""
@@ -666,8 +716,9 @@ class OpenAIInferenceClient(InferenceEngine):
         return self._answers(method, self._post_all(("/collective_rpc", {"method": method, "kwargs": kwargs}), timeout=self.update_timeout)[0])
 
     def _answers(self, method: str, answer: Any) -> list[dict[str, Any]]:
-        results: list[dict[str, Any]] = (answer or {}).get("results") or []
-        failed = [r.get("error", "no reason given") for r in results if not r.get("ok")]
+        with understood(self.server.base_url, f"/collective_rpc {method}", answer):
+            results: list[dict[str, Any]] = (answer or {}).get("results") or []
+            failed = [str(r.get("error", "no reason given")) for r in results if not r.get("ok")]
         if failed or not results:
             raise self.server.error(f"{method} failed: {'; '.join(dict.fromkeys(failed)) or 'no worker answered'}")
         return results
@@ -724,9 +775,11 @@ class OpenAIInferenceClient(InferenceEngine):
         self.connect()
         wait = min(10.0, self.server.stall_timeout)
         self.server.run(self.server.ask("GET", "/health", timeout=wait, retries=0))
-        paused = self._updates and self.server.run(self.server.ask("GET", "/is_paused", timeout=wait, retries=0))["is_paused"]
-        if self._updates:  # another client may have pushed
-            self._labels.current = WeightLabels.version(self.server.run(self.server.ask("GET", "/weight_info", timeout=wait, retries=0))["weight_version"])
+        paused = False
+        if self._updates:  # another client may have paused, or pushed
+            now = [self.server.run(self.server.ask("GET", path, timeout=wait, retries=0)) for path in ("/is_paused", "/weight_info")]
+            with understood(self.server.base_url, "/is_paused and /weight_info", now):
+                paused, self._labels.current = now[0]["is_paused"], WeightLabels.version(now[1]["weight_version"])
         return {"url": self.server.base_url, "model": self.model, "adapter": self._adapter, "weight_version": self._labels.current, "paused": bool(paused)}
 
     def close(self) -> None:

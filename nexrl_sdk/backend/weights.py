@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,11 @@ def check_folder(
         raise BackendError(f"{folder} has weights but neither config.json nor adapter_config.json")
     names = {f.name: set(_layout(f)) for f in files}
     for index in folder.glob("*.safetensors.index.json"):
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        try:
+            listed = {str(k): str(v) for k, v in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as e:
+            raise BackendError(f"{index} is no index of weights ({type(e).__name__}: {e}); have the weights written again") from e
+        for name, file in listed.items():
             if name not in names.get(file, ()):
                 raise BackendError(f"{index} names {name} in {file}, which is not there")
     return sum(f.stat().st_size for f in files)
@@ -257,6 +261,8 @@ class WeightRoute(ABC):
 def _export(train: TrainServiceClient, version: int, folder: str, kind: str) -> Staged:
     """Have the trainer write its weights, and look whether they are whole."""
     answer = train.export_weights(folder, kind)
+    if not isinstance(answer, Mapping) or not isinstance(answer.get("path"), str):
+        raise BackendError(f"the training service said that it wrote weights, and not where: {str(answer)[:200]}")
     path = Path(answer["path"]).absolute()
     size = check_folder(path)
     return Staged(version, path, size, answer.get("fingerprint") or fingerprint(path))
@@ -413,7 +419,7 @@ class Good:
 _VERSION = re.compile(r"v\d{6,}(_\d+)?")
 
 
-class _Abandoned(Exception):
+class _Abandoned(BaseException):
     """The caller has given up on this work."""
 
 
@@ -529,7 +535,7 @@ class WeightPusher:
         pausing = time.perf_counter()
         try:
             metrics = self._switch(lambda: self.route.apply(self.train, self.engine, staged), version, expected, before, alive)
-        except NexRLError as e:
+        except Exception as e:  # whatever it is, the engine is not left paused and half new
             raise self._undone(e, version, alive) from e
         paused = time.perf_counter() - pausing
         self._keep(staged, expected)
@@ -561,17 +567,18 @@ class WeightPusher:
         self.paused = False
         return metrics
 
-    def _undone(self, error: NexRLError, version: int, alive: Callable[[], None]) -> PushError:
+    def _undone(self, error: Exception, version: int, alive: Callable[[], None]) -> PushError:
         """Go back to the last good version; the error that tells of both, the outcome first."""
         restored: int | None = None
+        cause = error if isinstance(error, NexRLError) else f"{type(error).__name__}: {error}"
         what = f"push of version {version} by {self.route.name} failed"
         try:
             restored = self._restore(alive)
             proved = " and proved" if self.probe is not None else ""
-            text = f"{what}; version {restored} was restored{proved}, and is sampled from again. The push: {error}"
-        except NexRLError as e:
+            text = f"{what}; version {restored} was restored{proved}, and is sampled from again. The push: {cause}"
+        except Exception as e:  # noqa: BLE001 - told of in the error below
             self.paused = True
-            text = f"{what}, and nothing is sampled until a push or a restore succeeds. The push: {error}. Going back: {e}"
+            text = f"{what}, and nothing is sampled until a push or a restore succeeds. The push: {cause}. Going back: {e}"
         out = ParityError(text) if isinstance(error, ParityError) else PushError(text)
         if isinstance(error, ParityError) and isinstance(out, ParityError):
             out.result = error.result
@@ -586,7 +593,7 @@ class WeightPusher:
                 self._switch(lambda g=good: g.load_into(self.engine), good.version, good.expected, None, alive)  # type: ignore[misc]
                 del self.good[i + 1 :]
                 return good.version
-            except NexRLError as e:
+            except Exception as e:  # noqa: BLE001 - a copy, or an engine, that cannot be used: the one before is tried
                 failures.append(f"version {good.version} could not be restored: {e}")
         raise PushError("; ".join(failures) or "there is no earlier version to go back to: this was the first push")
 

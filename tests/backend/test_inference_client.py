@@ -22,7 +22,7 @@ class Fake:
     """An OpenAI-compatible server of one function."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, Any]]):
-        self.answer, self.seen, self.hang = answer, [], threading.Event()
+        self.answer, self.seen, self.hang, self.models = answer, [], threading.Event(), {"data": [{"id": "m", "max_model_len": 100}]}
         self.hang.set()
         fake = self
 
@@ -39,7 +39,7 @@ class Fake:
 
             def do_GET(self) -> None:
                 fake.hang.wait(20)
-                known = {"/v1/models": {"data": [{"id": "m", "max_model_len": 100}]}, "/health": {}}
+                known = {"/v1/models": fake.models, "/health": {}}
                 self.reply(200 if self.path in known else 404, known.get(self.path, {}))
 
             def do_POST(self) -> None:
@@ -195,3 +195,60 @@ def test_many_threads(serve: Any) -> None:
             return await client.sample_async([[1]]), client.sample([[2]])
 
         assert len(asyncio.run(within_a_loop())) == 2
+
+
+def changed(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str, Any]], tuple[int, Any]]:
+    """A good answer whose choices were altered."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        code, value = good(body)
+        return code, {"choices": change(value["choices"]) or value["choices"]}
+
+    return answer
+
+
+def drawn(**more: Any) -> Callable[[dict[str, Any]], tuple[int, Any]]:
+    return changed(lambda choices: [{**c, **more} for c in choices])
+
+
+def logged(*logprobs: Any) -> Callable[[dict[str, Any]], tuple[int, Any]]:
+    return drawn(logprobs={"token_logprobs": list(logprobs)})
+
+
+@pytest.mark.parametrize(("answer", "says"), [
+    (changed(lambda c: c[:1]), "asked for 4 completions"), (changed(lambda c: [*c, {**c[0], "index": 4}]), "asked for 4 completions"), (changed(lambda c: [{**x, "index": 0} for x in c]), "asked for 4 completions"),
+    (logged(-0.5, float("nan")), "logprobs that are none"), (logged(-0.5, float("-inf")), "logprobs that are none"), (logged(3.0, -1.0), "logprobs that are none"), (logged("nan", -1.0), "logprobs that are none"), (logged(True, -1.0), "logprobs that are none"),
+    (drawn(token_ids=[10**10, 1]), "ids that are none"), (drawn(token_ids=[-5, 1]), "ids that are none"), (drawn(token_ids=[1.7, 1]), "ids that are none"), (drawn(token_ids="51"), "ids that are none"),
+    (drawn(token_ids=[5] * 50, logprobs={"token_logprobs": [-0.1] * 50}), "at most 4 were asked for"), (drawn(finish_reason="error"), "ended a completion by 'error'"), (drawn(finish_reason=5), "ended a completion by '5'"),
+    (drawn(weight_versions=[{"version": "3", "start": 0, "end": 1}]), "weights for 1 of 2"), (drawn(weight_versions=[5]), "as no OpenAI-compatible server does"), (changed(lambda c: ["text"] * 4), "as no OpenAI-compatible server does"),
+    (drawn(logprobs=[1]), "as no OpenAI-compatible server does"), (drawn(logprobs={"content": [{}, {}]}), "as no OpenAI-compatible server does"), (lambda body: (200, b"[" * 100_000), "broken JSON"), (lambda body: (302, {}), "a redirect to nowhere"),
+])  # fmt: skip
+def test_what_cannot_be_trained_on_is_refused(serve: Any, answer: Any, says: str) -> None:
+    with OpenAIInferenceClient(serve(answer).url, max_retries=0) as client, pytest.raises(BackendError, match=says):
+        client.sample([[3, 4]], SamplingParams(max_tokens=4), 4)
+
+
+@pytest.mark.parametrize("models", [{}, [], {"data": {}}, {"data": [5]}, {"data": [{"id": "m", "max_model_len": "100"}]}, {"data": [{"id": "m", "max_model_len": -1}]}, b"<html>", b""])
+def test_what_lists_its_models_otherwise_is_no_such_server(serve: Any, models: Any) -> None:
+    fake = serve(good)
+    fake.models = models
+    with OpenAIInferenceClient(fake.url, max_retries=0) as client, pytest.raises((BackendError, ConfigError), match=r"/v1/models|does not serve"):
+        client.connect()
+
+
+@pytest.mark.parametrize("url", ["garbage", "http://[::1", "http://127.0.0.1:99999", "ftp://host", "http://user:hunter2@host:1", "http://"])
+def test_an_address_that_is_none_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="base_url") as e:
+        OpenAIInferenceClient(url)
+    assert "hunter2" not in str(e.value)
+
+
+def test_a_key_of_a_file_is_read_and_one_that_cannot_be_sent_is_not_shown(serve: Any) -> None:
+    fake = serve(good)
+    with OpenAIInferenceClient(fake.url, key="secret\n") as client:
+        client.sample([[3, 4]], SamplingParams(max_tokens=4))
+    assert fake.seen[0][2] == "Bearer secret"
+    for key in ("top\nsecret", "schlüssel-secret"):
+        with pytest.raises(ConfigError, match="header cannot carry") as e:
+            OpenAIInferenceClient(fake.url, key=key)
+        assert "secret" not in str(e.value)

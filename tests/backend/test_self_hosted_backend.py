@@ -17,7 +17,7 @@ from nexrl_sdk.backend.local import LocalBackend
 from nexrl_sdk.backend.self_hosted import HealthWatch, SelfHostedBackend, Starting, remote_name
 from nexrl_sdk.backend.train_server import start_train_service
 from nexrl_sdk.recipe.config import Recipe
-from nexrl_sdk.types import AdamParams, BackendError, CheckpointError, SamplingParams
+from nexrl_sdk.types import AdamParams, BackendError, CheckpointError, ConfigError, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 TOKENS = [10, 20, 30, 40, 50, 60]
@@ -98,7 +98,8 @@ def test_a_loss_that_is_a_function_and_a_closed_backend_are_refused(joined: Self
             call()
 
 
-def test_a_failed_push_leaves_the_version_and_the_old_weights(joined: SelfHostedBackend) -> None:
+@pytest.mark.parametrize("error", [BackendError("the disk is full"), KeyError("results"), RuntimeError("the disk is full")])
+def test_a_failed_push_leaves_the_version_and_the_old_weights(joined: SelfHostedBackend, error: Exception) -> None:
     train_step(joined)
     joined.publish()
     want = joined.engine.logprobs([TOKENS])[0][1:]
@@ -106,10 +107,10 @@ def test_a_failed_push_leaves_the_version_and_the_old_weights(joined: SelfHosted
 
     def fail() -> None:
         joined.engine.faults.pop("half-way")  # type: ignore[attr-defined]
-        raise BackendError("the disk is full")
+        raise error
 
     joined.engine.faults["half-way"] = fail  # type: ignore[attr-defined]
-    with pytest.raises(BackendError, match="the disk is full"):
+    with pytest.raises(BackendError, match=r"the disk is full|KeyError: 'results'"):
         joined.publish()
     assert joined.weight_version == 1 and not joined.engine.health()["paused"]
     np.testing.assert_array_equal(joined.engine.logprobs([TOKENS])[0][1:], want)
@@ -161,4 +162,8 @@ def test_a_run_begins_with_untrained_weights_whatever_another_left(tiny: Callabl
         killed.forward_backward([datum(TOKENS)], "cross_entropy")
         killed.optim_step(AdamParams(1e-2))
         assert killed.forward([datum(TOKENS)])["loss"] != untrained
+        with pytest.raises(ConfigError, match="works for another run"):
+            Starting(recipe, tmp_path / "b").client("actor")
+        assert Starting(recipe, tmp_path / "a").client("actor").forward([datum(TOKENS)])["loss"] == untrained  # the same run, begun again
+        killed.deregister()
         assert Starting(recipe, tmp_path / "b").client("actor").forward([datum(TOKENS)])["loss"] == untrained

@@ -133,7 +133,7 @@ def test_a_later_mini_batch_that_fails_says_what_was_done_before_it(tiny_qwen2: 
         with pytest.raises(NonFiniteError, match=r"2 optimizer steps of this batch had been taken before it: go back"):
             backend.train_service.update_actor(batch)
         batch["tensors"]["advantages"][0] = float("nan")
-        with pytest.raises(NonFiniteError, match="no weight changed$|no weight changed[^.]*$"):
+        with pytest.raises(NonFiniteError, match=r"no weight changed$"):
             backend.train_service.update_actor(batch)
 
 
