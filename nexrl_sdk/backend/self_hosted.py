@@ -301,6 +301,11 @@ class Starting:
                 self.running = self.owned.enter_context(start_train_service(root, log_path=self.folder / "train.log"))
         return self.running.url, self.running.key
 
+    def _weights_root(self) -> Path | None:
+        """Where weights for a server of this run come from; None: a place that a service, or the recipe, chooses."""
+        elsewhere = self.settings.train_service.backend == "http" and (self.train_url or self.settings.train_service.checkpoint_root)
+        return None if elsewhere or self.recipe.config.weight.path else self.folder
+
     def client(self, role: str) -> TrainServiceClient:
         """The training service of a role, its model loaded."""
         section = self.recipe.train_services()[role]
@@ -336,7 +341,7 @@ class Starting:
         began = time.perf_counter()
         self.say("starting vLLM, which takes half a minute")
         server = VLLMServer(self.recipe.model_path(), name=i.model_tag, dtype=m.dtype, max_model_len=i.max_model_len or m.max_length, gpu_memory_utilization=i.gpu_memory_utilization,
-                            lora_rank=None if m.lora is None else m.lora.rank, weights_root=self.folder, args=list(i.args), log_path=self.folder / "vllm.log")  # fmt: skip
+                            lora_rank=None if m.lora is None else m.lora.rank, weights_root=self._weights_root(), args=list(i.args), log_path=self.folder / "vllm.log")  # fmt: skip
         self.owned.callback(server.close)  # also where it is interrupted while it starts
         server.start()
         self.say(f"vLLM is ready ({time.perf_counter() - began:.0f} s)")

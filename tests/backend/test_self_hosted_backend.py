@@ -167,3 +167,26 @@ def test_a_run_begins_with_untrained_weights_whatever_another_left(tiny: Callabl
         assert Starting(recipe, tmp_path / "a").client("actor").forward([datum(TOKENS)])["loss"] == untrained  # the same run, begun again
         killed.deregister()
         assert Starting(recipe, tmp_path / "b").client("actor").forward([datum(TOKENS)])["loss"] == untrained
+
+
+@pytest.mark.parametrize(("service", "weight", "url", "anywhere"), [
+    ({"backend": "http"}, {}, None, False), ({"backend": "http"}, {}, "http://127.0.0.1:8000", True), ({"backend": "http", "url": "http://127.0.0.1:8000"}, {}, None, True),
+    ({"backend": "http", "checkpoint_root": "/elsewhere"}, {}, None, True), ({"backend": "http"}, {"path": "/elsewhere"}, None, True), ({}, {}, None, False),
+])  # fmt: skip
+def test_a_server_of_the_run_may_read_where_its_weights_are_written(service: dict[str, Any], weight: dict[str, Any], url: str | None, anywhere: bool, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Server:
+        def __init__(self, *args: Any, **kwargs: Any):
+            asked.append(kwargs["weights_root"])
+
+        def close(self) -> None: ...
+
+        def start(self) -> None:
+            raise BackendError("far enough")
+
+    monkeypatch.setattr("nexrl_sdk.backend.vllm.VLLMServer", Server)
+    recipe = Recipe(model={"path": str(tiny("qwen2")), "dtype": "float32"}, data=[{"prompt": "a"}], evaluator=lambda row, answer: 1.0, service={"train_service": service, "inference_service": {"backend": "vllm"}}, weight=weight)
+    with pytest.raises(BackendError, match="far enough"):
+        Starting(recipe, tmp_path, train_url=url).engine(None)
+    assert asked == [None if anywhere else tmp_path]
