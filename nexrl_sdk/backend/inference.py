@@ -450,7 +450,7 @@ class ServerConnection:
         if response.status_code in (429, 502, 503, 504):
             raise _Retryable(f"{path} answered {response.status_code}: {_message(response)}")
         if response.status_code == 401:
-            raise self.error("the key is missing or wrong (401)")
+            raise self.error("the key is missing or wrong (401); it is taken from NEXRL_INFERENCE_KEY, or service.inference_service.api_key")
         if 300 <= response.status_code < 400:
             raise self.error(f"{path} answered {response.status_code}, a redirect to {response.headers.get('location', 'nowhere')[:200]}: give the address of the server itself")
         if response.status_code >= 400:

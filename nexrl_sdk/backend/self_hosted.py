@@ -288,7 +288,7 @@ class Starting:
         self.inference_url = inference_url or self.settings.inference_service.url
         self.running: Any = None  # the training service that was started
         self.owner = hashlib.sha256(f"{platform.node()} {folder.resolve()}".encode()).hexdigest()[:16]  # of this run, also when it is resumed
-        self._lock = threading.Lock()
+        self._lock, self._tell_at = threading.Lock(), 20.0
 
     def _service(self) -> tuple[str, str | None]:
         """Address and key of the run's own training service, started when first asked for."""
@@ -300,6 +300,12 @@ class Starting:
                 root = self.settings.train_service.checkpoint_root or self.folder / "train"
                 self.running = self.owned.enter_context(start_train_service(root, log_path=self.folder / "train.log"))
         return self.running.url, self.running.key
+
+    def _waiting(self, seconds: float, line: str) -> None:
+        """Tell every twenty seconds that vLLM is on its way."""
+        if seconds >= self._tell_at:
+            self._tell_at += 20.0
+            self.say(f"vLLM is starting ({seconds:.0f} s)")
 
     def _weights_root(self) -> Path | None:
         """Where weights for a server of this run come from; None: a place that a service, or the recipe, chooses."""
@@ -315,9 +321,10 @@ class Starting:
         if url is None and section.backend == "http":
             url, key = self._service()
         client = create_train_service_client(section.backend, url, section.identifier, **({} if section.backend == "mock" else {"key": key, "request_timeout": section.request_timeout, "owner": self.owner}))
-        self.owned.callback(self._leave, client)
         began = time.perf_counter()
         known = client.initialize_worker(config_dict=group_settings(self.recipe, role), role=role, world_size=section.world_size).get("state") == "ready"
+        if not known:  # a group that was there before goes on
+            self.owned.callback(self._leave, client)
         client.init_model()
         if known and role in ("actor", "critic"):
             client.reset()  # what another run has trained, or this one before it was broken off: a resume loads its checkpoint
@@ -341,7 +348,7 @@ class Starting:
         began = time.perf_counter()
         self.say("starting vLLM, which takes half a minute")
         server = VLLMServer(self.recipe.model_path(), name=i.model_tag, dtype=m.dtype, max_model_len=i.max_model_len or m.max_length, gpu_memory_utilization=i.gpu_memory_utilization,
-                            lora_rank=None if m.lora is None else m.lora.rank, weights_root=self._weights_root(), args=list(i.args), log_path=self.folder / "vllm.log")  # fmt: skip
+                            lora_rank=None if m.lora is None else m.lora.rank, weights_root=self._weights_root(), progress=self._waiting, args=list(i.args), log_path=self.folder / "vllm.log")  # fmt: skip
         self.owned.callback(server.close)  # also where it is interrupted while it starts
         server.start()
         self.say(f"vLLM is ready ({time.perf_counter() - began:.0f} s)")

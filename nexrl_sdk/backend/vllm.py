@@ -37,8 +37,8 @@ from .inference import CHUNK, InferenceEngine, OpenAIInferenceClient, WeightLabe
 from ..types import BackendError, Completion, ConfigError, Interrupted, SamplingParams
 
 # %% auto #0
-__all__ = ['T', 'NO_VLLM', 'SUPERVISOR', 'free_port', 'tail', 'causes', 'Supervised', 'serve_command', 'VLLMServer', 'choice_of',
-           'VLLMEngine']
+__all__ = ['T', 'NO_VLLM', 'SUPERVISOR', 'LORA_RANKS', 'free_port', 'tail', 'causes', 'Supervised', 'serve_command', 'VLLMServer',
+           'choice_of', 'VLLMEngine']
 
 # %% ../../nbs/34_backend.vllm.ipynb #72a7234a
 T = TypeVar("T")
@@ -152,6 +152,9 @@ def _end_all() -> None:
         process.close(grace=3.0)
 
 # %% ../../nbs/34_backend.vllm.ipynb #5ebb26f7
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM keeps room for; a smaller adapter fits
+
+
 def serve_command(
     model: str | Path,
     port: int,
@@ -170,7 +173,7 @@ def serve_command(
                              "--logprobs-mode": "processed_logprobs", "--max-logprobs": -1, "--tensor-parallel-size": tensor_parallel,
                              "--worker-extension-cls": "nexrl_sdk.backend.vllm_ext.NexRLWorker", "--middleware": "nexrl_sdk.backend.vllm_ext.KeyGuard",
                              "--max-model-len": max_model_len, "--gpu-memory-utilization": gpu_memory_utilization,
-                             "--max-lora-rank": lora_rank, "--max-loras": None if lora_rank is None else 1}  # fmt: skip
+                             "--max-lora-rank": None if lora_rank is None else next((r for r in LORA_RANKS if r >= lora_rank), lora_rank), "--max-loras": None if lora_rank is None else 1}  # fmt: skip
     given = [str(x) for key, value in flags.items() if value is not None for x in (key, value)]
     lora = [] if lora_rank is None else ["--enable-lora"]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *given, "--enable-scale-out", *lora, *args]

@@ -82,7 +82,12 @@ def _relative(path: str | Path) -> str:
     return relative if len(relative) < len(str(path)) else str(path)
 
 
-def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
+def _addresses(train_url: str | None, inference_url: str | None) -> str:
+    """The options that reach the same services again."""
+    return "".join(f" {option} {url}" for option, url in (("--train-url", train_url), ("--inference-url", inference_url)) if url)
+
+
+def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str = "") -> str:
     """The last lines of a run."""
     folder = _relative(summary["folder"])
     supervised = summary["reward/before"] is None and summary["reward/after"] is None and "loss/first" in summary
@@ -99,13 +104,13 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool) -> str:
         lines.append(f"report           {folder}/report.html")
     if not supervised and summary.get("group/frac_zero_std", 0.0) > 0.99:
         lines.append("\nnothing to learn from: the answers to a prompt all had the same reward. Look at them in the report, then change the reward or the prompts")
-    return "\n".join([*lines, "", *_next_steps(folder, recipe, summary["steps"], supervised)])
+    return "\n".join([*lines, "", *_next_steps(folder, recipe, summary["steps"], supervised, addresses)])
 
 
-def _next_steps(folder: str, recipe: str, steps: int, supervised: bool) -> list[str]:
+def _next_steps(folder: str, recipe: str, steps: int, supervised: bool, addresses: str = "") -> list[str]:
     """What to try after a run."""
     setting = "trainer.optim.lr=1e-4" if supervised else "trajectory_pool.group_size=16"
-    lines = ["next", f"  train further      nexrl resume {folder} --steps {max(1, 2 * steps)}", f"  another seed       nexrl run {recipe} --seed 1", f"  another setting    nexrl run {recipe} {setting}"]
+    lines = ["next", f"  train further      nexrl resume {folder} --steps {max(1, 2 * steps)}{addresses}", f"  another seed       nexrl run {recipe} --seed 1{addresses}", f"  another setting    nexrl run {recipe} {setting}{addresses}"]
     return lines if Path("my_task").exists() else [*lines, "  your own task      nexrl init my_task"]
 
 # %% ../../nbs/95_launch.cli.ipynb #50fa816b
@@ -164,7 +169,7 @@ def run(
     loaded = Recipe.load(recipe, changes)
     with stoppable():
         summary = run_recipe(loaded, out=out, train_url=train_url, inference_url=inference_url, report=not no_report)
-    _say("\n" + _closing(summary, _relative(recipe), not no_report))
+    _say("\n" + _closing(summary, _relative(recipe), not no_report, _addresses(train_url, inference_url)))
 
 
 @app.command(short_help="Go on with a run from its newest checkpoint.")
@@ -189,7 +194,7 @@ def resume(
     with stoppable():
         summary = resume_run(run, overrides=changes, train_url=train_url, inference_url=inference_url, report=not no_report)
     source = _recipe_of(Path(summary["folder"]))
-    _say("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists()))
+    _say("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists(), _addresses(train_url, inference_url)))
 
 
 def _recipe_of(folder: Path) -> str:

@@ -53,7 +53,7 @@ def test_close_kills_what_ignores_term(tmp_path: Path) -> None:
     child = int(tail(process.log_path))
     process.close(grace=0.5)
     assert process.code == -signal.SIGKILL
-    assert gone(child) and gone(process.pid)
+    until(lambda: gone(child) and gone(process.pid))
 
 
 def test_death_is_seen_and_takes_the_children_along(tmp_path: Path) -> None:
