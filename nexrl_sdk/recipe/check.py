@@ -8,18 +8,19 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .config import Recipe, code_roles
+from .schema import API_BACKENDS
 from ..types import ConfigError, DataError, NexRLError
 
 # %% auto #0
 __all__ = ['UNCLIPPED', 'SMALLEST_HEAD', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes',
            'check_clipping', 'check_sampling', 'check_services', 'check_roles', 'check_engine', 'check_trackers',
-           'check_recipe']
+           'api_problems', 'check_api', 'check_recipe']
 
 # %% ../../nbs/61_recipe.check.ipynb #39162c72
 @dataclass(frozen=True)
@@ -282,7 +283,55 @@ def check_trackers(recipe: Recipe) -> Iterator[Finding]:
             yield _error("logger.backend", f"{name!r} is not installed: pip install 'nexrl_sdk[track]', or leave it out")
 
 # %% ../../nbs/61_recipe.check.ipynb #a1b28e9b
-CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_sampling, check_services, check_roles, check_engine, check_trackers)
+_NO_TERM = {  # keys of the algorithm section that ask for what no such loss has -> what that is
+    "kl_loss_coef": "KL term", "use_kl_in_reward": "reference model", "entropy_coef": "entropy term", "dual_clip": "second clip",
+    "do_old_log_prob_compute": "logprobs but those of sampling", "gamma": "critic", "gae_lambda": "critic",
+}  # fmt: skip
+
+
+def api_problems(
+    algorithm: Mapping[str, Any],  # a recipe's algorithm section
+    worker: Mapping[str, Any],  # its rollout_worker section
+) -> Iterator[tuple[str, str]]:  # key and message
+    """What of an algorithm the losses of a training API cannot do."""
+    kind, loss = algorithm.get("type") or "grpo", algorithm.get("loss_fn")
+    if kind == "ppo":
+        yield "algorithm.type", "'ppo' learns a critic, and a training API has none; take grpo, or rloo"
+    for key, what in _NO_TERM.items():
+        if algorithm.get(key):
+            yield f"algorithm.{key}", f"the losses of a training API have no {what}; leave it out, or train with service.train_service.backend local or http"
+    if algorithm.get("correction") not in (None, "none"):
+        yield "algorithm.correction", f"{algorithm['correction']!r}: the losses of a training API have no correction; leave it out: ppo, cispo and gspo clip the ratio to the sampler's logprobs"
+    if loss == "dro" and algorithm.get("loss_agg_mode") != "token-sum":
+        yield "algorithm.loss_agg_mode", "a training API takes no weights of tokens beside the advantages, and dro's penalty would need them; say token-sum, or take another loss"
+    if worker.get("min_p"):
+        yield "rollout_worker.min_p", "a training API samples by temperature, top_k and top_p; leave it out"
+    if kind != "cross_entropy" and worker.get("temperature", 1.0) != 1.0:
+        yield "rollout_worker.temperature", f"{worker['temperature']}: the losses of a training API are of the distribution at temperature 1, and answers at another one are not of it; take 1.0"
+
+
+def check_api(recipe: Recipe) -> Iterator[Finding]:
+    """Whether a training API can do what the recipe asks."""
+    c = recipe.config
+    backend = c.service.train_service.backend
+    if backend not in API_BACKENDS:
+        return
+    for key, message in api_problems(c.algorithm, c.rollout_worker):
+        yield _error(key, message)
+    for role in ("reference", "critic"):
+        if c.service[f"{role}_service"] is not None:
+            yield _error(f"service.{role}_service", f"a training API's losses have no use for a {role}; leave it out")
+    if c.weight.route != "auto":
+        yield _error("weight.route", f"{c.weight.route!r}: {backend} moves its own weights from training to sampling; leave it out")
+    if importlib.util.find_spec(backend) is None:
+        yield _error("service.train_service.backend", f"the {backend} client is not installed: pip install 'nexrl_sdk[{backend}]'")
+    with contextlib.suppress(NexRLError):  # said elsewhere
+        own = recipe.trainer_class()
+        if own is not None and any(b.__name__ == "SelfHostedTrainer" for b in own.__mro__):
+            yield _error("trainer.custom_trainer_class_name", f"{own.__name__} is a SelfHostedTrainer, which learns from batches of tensors, and {backend!r} is a training API: derive it from RemoteApiTrainer")
+
+# %% ../../nbs/61_recipe.check.ipynb #e073b60a
+CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_sampling, check_services, check_roles, check_engine, check_api, check_trackers)
 
 
 def check_recipe(

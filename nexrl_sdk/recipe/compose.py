@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .schema import defaults
+from .schema import API_BACKENDS, defaults
 from ..types import ConfigError, nearest
 
 # %% auto #0
@@ -314,13 +314,13 @@ MOVES: dict[str, str] = {
     "service.train_service.config.loss_fn": "algorithm.loss_fn",
     "service.train_service.config.learning_rate": "trainer.optim.lr",
     "service.train_service.config.eps": "trainer.optim.eps",
+    "service.train_service.config.weight_decay": "trainer.optim.weight_decay",
+    "service.train_service.config.grad_clip_norm": "trainer.optim.grad_clip",
 }
 _PLACED = "where a run is placed and started is not part of a run in this process; leave it out"
 REFUSED: dict[str, str] = {
     "environment": "a script cannot change the environment of a process that already runs; source it before `nexrl run`, and leave it out",
     "resource": _PLACED,
-    "service.tinker_service": "it needs a Tinker backend; leave it out to train in this process",
-    "service.weaver_service": "it needs a Weaver backend; leave it out to train in this process",
     "service.train_service.resource": _PLACED,
     "runtime_monitor.exception_handling.check_interval": "failures are checked at every step; leave it out",
     "data.num_workers": "rows are read in this process; leave it out",
@@ -334,7 +334,6 @@ DROPPED: dict[str, tuple[Any, ...]] = {  # keys with one meaning here: other val
     "validate.eval.type": ("default",),
     "trajectory_pool.type": ("default",),
 }
-_REMOTE = ("tinker", "weaver")
 _HOSTED = ("self-hosted", "nextrainer", "direct-zmq", "http")
 
 
@@ -367,7 +366,9 @@ def set_path(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a value by its dotted key, making sections on the way."""
     *parents, last = dotted.split(".")
     for key in parents:
-        tree = tree.setdefault(key, {})
+        if tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
     tree[last] = value
 
 
@@ -390,6 +391,7 @@ def respell(
         _unwrap(out, old)
     for old, new in MOVES.items():
         _move(out, old, new)
+    _api_service(out)
     _train_service(out)
     for key, allowed in DROPPED.items():
         _drop(out, key, allowed)
@@ -398,6 +400,7 @@ def respell(
             pop_path(out.values, key)
             out.refused[key] = f"{key}: {why}"
     _one_offs(out)
+    _trainer_type(out)
     return out
 
 
@@ -480,9 +483,8 @@ def _train_service(out: Respelt) -> None:
 def _backend_name(out: Respelt, section: str) -> None:
     key = f"{section}.backend"
     backend = get_path(out.values, key)
-    if backend in _REMOTE:
-        pop_path(out.values, key)
-        out.refused[key] = f"{key}: {backend!r} needs a {backend.title()} backend; say 'local', or leave it out, to train in this process"
+    if backend in API_BACKENDS:
+        _api_backend(out, section, backend)
     elif backend in _HOSTED:
         set_path(out.values, key, "http")
     elif backend in (None, "local"):
@@ -495,10 +497,13 @@ def _backend_name(out: Respelt, section: str) -> None:
 
 def _engine(out: Respelt) -> None:
     """A training service goes with vLLM unless the recipe says another server; the local sampler reads the local learner's weights alone."""
-    hosted = get_path(out.values, "service.train_service.backend") == "http"
+    trains = get_path(out.values, "service.train_service.backend")
+    hosted = trains == "http"
     key = "service.inference_service.backend"
     engine = get_path(out.values, key)
-    if hosted and engine is None and isinstance(get_path(out.values, "service.inference_service", {}), dict):
+    if trains in API_BACKENDS or engine in API_BACKENDS:
+        _api_engine(out, trains, engine)
+    elif hosted and engine is None and isinstance(get_path(out.values, "service.inference_service", {}), dict):
         set_path(out.values, key, "vllm")
     elif hosted and engine == "local":
         pop_path(out.values, key)
@@ -509,12 +514,19 @@ def _engine(out: Respelt) -> None:
 
 
 def _betas(out: Respelt) -> None:
-    betas = [get_path(out.values, f"service.train_service.config.beta{i}", _ABSENT) for i in (1, 2)]
-    if _ABSENT not in betas:
-        set_path(out.values, "trainer.optim.betas", [float(b) for b in betas])
-        for i in (1, 2):
-            pop_path(out.values, f"service.train_service.config.beta{i}")
-        out.moved["trainer.optim.betas"] = "service.train_service.config.beta1, beta2"
+    """`beta1` and `beta2` of the documents' `config` section, one or both; and whatever else of it has no meaning here."""
+    config, place = "service.train_service.config", "trainer.optim.betas"
+    given = {i: pop_path(out.values, f"{config}.beta{i + 1}") for i in (0, 1) if get_path(out.values, f"{config}.beta{i + 1}", _ABSENT) is not _ABSENT}
+    written = get_path(out.values, place, _ABSENT)
+    betas = list(written) if isinstance(written, list) and len(written) == 2 else list(get_path(defaults(), place))
+    for i, value in given.items():
+        if written is not _ABSENT and betas[i] != value:
+            out.refused[f"{config}.beta{i + 1}"] = f"{config}.beta{i + 1}: {value!r} contradicts {place}: {written!r}; they are the same setting, keep one"
+        betas[i] = value
+    if given:
+        set_path(out.values, place, betas)
+        out.moved[place] = f"{config}.beta1, beta2"
+    _unknown(out, config, _CONFIG)
 
 
 def _one_offs(out: Respelt) -> None:
@@ -526,10 +538,110 @@ def _one_offs(out: Respelt) -> None:
         pop_path(values, "trainer.remove_previous_ckpt")
         values["trainer"] = {"keep_last": 1 if removes else 0, **values.get("trainer", {})}
         out.moved["trainer.keep_last"] = "trainer.remove_previous_ckpt"
-    kind = get_path(values, "trainer.type")
-    if isinstance(kind, str) and kind.startswith("remote_api"):
-        pop_path(values, "trainer.type")
-        out.refused["trainer.type"] = f"trainer.type: {kind!r} needs a Tinker or Weaver backend; use {kind.replace('remote_api', 'self_hosted')!r} to train in this process"
     if get_path(values, "rollout_worker.type") == "nexau":
         pop_path(values, "rollout_worker.type")
         out.refused["rollout_worker.type"] = "rollout_worker.type: 'nexau' needs an agent backend; 'simple' answers each prompt in one turn"
+
+# %% ../../nbs/59_recipe.compose.ipynb #5ee977f6
+_CONFIG = ("loss_fn", "learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")  # of service.train_service.config
+_OF_API = {  # of service.tinker_service and service.weaver_service
+    "lora_rank": "model.lora.rank",
+    "api_key": "service.train_service.api_key",
+    "base_model": "service.train_service.base_model",
+    "base_url": "service.train_service.url",
+    "url": "service.train_service.url",
+}
+_FIXED = {"alpha": 32, "dropout": 0, "target_modules": "all-linear"}  # of an adapter that an API trains
+
+
+def _unknown(out: Respelt, section: str, known: Iterable[str]) -> None:
+    """Refuse what is left of a section whose keys have all been moved elsewhere."""
+    left = get_path(out.values, section, _ABSENT)
+    if left is _ABSENT:
+        return
+    pop_path(out.values, section)
+    if isinstance(left, dict):
+        out.refused.update({f"{section}.{k}": f"{section}.{k}: unknown key{nearest(k, known)}" for k in left})
+    elif left is not None:
+        out.refused[section] = f"{section}: must be a section of keys, not {left!r}"
+
+
+def _api_service(out: Respelt) -> None:
+    """`tinker_service` and `weaver_service`: the API's address and key, and the rank of its adapters."""
+    trains = get_path(out.values, "service.train_service.backend")
+    for api in API_BACKENDS:
+        key = f"service.{api}_service"
+        section = get_path(out.values, key, _ABSENT)
+        if isinstance(section, dict) and trains != api:
+            pop_path(out.values, key)
+            out.refused[key] = f"{key}: service.train_service.backend is {trains or 'local'!r}; say {api!r} there, or leave this section out"
+            continue
+        for name, place in _OF_API.items() if isinstance(section, dict) else ():
+            if get_path(out.values, f"{key}.{name}", _ABSENT) is None:
+                pop_path(out.values, f"{key}.{name}")
+            else:
+                _move(out, f"{key}.{name}", place)
+        _unknown(out, key, _OF_API)
+
+# %% ../../nbs/59_recipe.compose.ipynb #e0847dff
+def _api_backend(out: Respelt, section: str, backend: str) -> None:
+    """An API trains the policy, as an adapter; it holds no other model of a run."""
+    if section != "service.train_service":
+        pop_path(out.values, f"{section}.backend")
+        out.refused[f"{section}.backend"] = f"{section}.backend: {backend!r} trains the policy, and holds no other model; leave it out for a model of this process, or say 'http' for a training service"
+        return
+    size = get_path(out.values, f"{section}.world_size", 1)
+    if size != 1:
+        pop_path(out.values, f"{section}.world_size")
+        out.refused[f"{section}.world_size"] = f"{section}.world_size: {size!r} processes are for a training service; {backend} decides on how many it trains: leave it out"
+    lora = get_path(out.values, "model.lora")
+    if lora is None and isinstance(out.values.setdefault("model", {}), dict):
+        out.values["model"]["lora"] = lora = {}
+    if isinstance(lora, dict):
+        lora.setdefault("rank", 32)
+        out.refused.update({f"model.lora.{k}": f"model.lora.{k}: {lora[k]!r}, and {backend} trains adapters with {v!r}; leave it out" for k, v in _FIXED.items() if lora.get(k, v) != v})
+
+
+def _api_engine(out: Respelt, trains: Any, engine: Any) -> None:
+    """What an API trains, it samples."""
+    key = "service.inference_service"
+    if trains not in API_BACKENDS:
+        pop_path(out.values, f"{key}.backend")
+        out.refused[f"{key}.backend"] = f"{key}.backend: {engine!r} samples what it has trained, and service.train_service.backend is {trains or 'local'!r}; say {engine!r} there, or leave this out"
+        return
+    if engine not in (None, trains):
+        out.refused[f"{key}.backend"] = f"{key}.backend: {engine!r} does not get the weights that {trains} trains; answers come from the same API: leave it out"
+    for name in ("url", "api_key"):
+        if get_path(out.values, f"{key}.{name}") is not None:
+            pop_path(out.values, f"{key}.{name}")
+            out.refused[f"{key}.{name}"] = f"{key}.{name}: answers come from the API that trains, under service.train_service.{name}; leave it out"
+    if isinstance(get_path(out.values, key, {}), dict):
+        set_path(out.values, f"{key}.backend", trains)
+
+# %% ../../nbs/59_recipe.compose.ipynb #69778171
+_LEARNS = {"cross_entropy": "cross_entropy", "opd": "opd"}  # trainers with one algorithm, by what follows remote_api_
+
+
+def _trainer_type(out: Respelt) -> None:
+    """Whether the trainer's class, its backend and its algorithm are of one kind."""
+    kind, backend = get_path(out.values, "trainer.type"), get_path(out.values, "service.train_service.backend") or "local"
+    api = backend in API_BACKENDS
+    if isinstance(kind, str) and kind.startswith("self_hosted" if api else "remote_api"):
+        other = kind.replace("self_hosted", "remote_api") if api else kind.replace("remote_api", "self_hosted")
+        other = "remote_api_grpo" if other == "remote_api_ppo" else other
+        where = f"{backend!r} is a training API" if api else f"it is for Tinker and Weaver, and service.train_service.backend is {backend!r}"
+        pop_path(out.values, "trainer.type")
+        out.refused["trainer.type"] = f"trainer.type: {kind!r}: {where}; use {other!r}, or leave it out"
+    elif api and isinstance(get_path(out.values, "algorithm", {}), dict):
+        _algorithm_of(out, str(kind or ""))
+
+
+def _algorithm_of(out: Respelt, kind: str) -> None:
+    """The algorithm that a remote trainer's name, or a loss, stands for."""
+    loss, given = get_path(out.values, "algorithm.loss_fn"), get_path(out.values, "algorithm.type")
+    named = _LEARNS.get(kind.removeprefix("remote_api_")) or ("cross_entropy" if loss == "cross_entropy" else None)
+    if named and given is None:
+        set_path(out.values, "algorithm.type", named)
+    elif (named or (kind == "remote_api_grpo" and given in _LEARNS)) and given != named:
+        what = f"trainer.type {kind!r}" if kind else f"algorithm.loss_fn {loss!r}"
+        out.refused["algorithm.type"] = f"algorithm.type: {given!r} is not what {what} learns by; leave one of them out"

@@ -248,7 +248,8 @@ class Settings:
     def _require(self, values: Mapping[str, Any], path: Path | None) -> None:
         """A recipe without a model, data or evaluator is refused."""
         missing = []
-        if not (values["model"]["path"] or values["model"]["builder"] or "builder" in self.live):
+        named = values["service"]["train_service"]["base_model"] and values["service"]["train_service"]["url"]
+        if not (values["model"]["path"] or values["model"]["builder"] or "builder" in self.live or named):
             missing.append("model.path: missing; give a folder with a transformers model, or a Hub id such as Qwen/Qwen2.5-0.5B-Instruct")
         if not ("data" in self.live or any(values["data"][k] for k in ("data_files", "source", "hub"))):
             missing.append("data: missing; give data.data_files (a .parquet, .jsonl, .json or .csv file), data.source ('file.py:function') or data.hub")
@@ -319,7 +320,8 @@ def _env_references(tree: Tree) -> dict[str, Any]:
             walk(value, f"{prefix}{key}.")
 
     walk(OmegaConf.to_container(tree.values), "")
-    return found
+    places = {old: new for new, old in respell(resolve(tree)).moved.items()} if found else {}
+    return {places.get(key, key): value for key, value in found.items()}
 
 
 def _difference(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -475,8 +477,13 @@ class Parts(Identity):
         """The model's folder or Hub id; a builder is called for it, once."""
         if "model" not in self._cache:
             builder = self.live.get("builder") or self._reference("model.builder")
-            self._cache["model"] = self._built(builder, "model.builder") if builder else self._folder_or_id(self.config.model.path)
+            self._cache["model"] = self._built(builder, "model.builder") if builder else self._folder_or_id(self.config.model.path or self.config.service.train_service.base_model)
         return self._cache["model"]
+
+    def base_model(self) -> str:
+        """The name that a training API gives to the model."""
+        named = self.config.service.train_service.base_model or self.config.model.path
+        return str(named) if named is not None else Path(self.model_path()).name
 
     def train_services(self) -> dict[str, Any]:  # actor, teacher, reference, critic -> section
         """The training services that the recipe needs, by role; ppo's critic is beside the actor where the recipe does not say."""

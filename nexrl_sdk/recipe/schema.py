@@ -19,11 +19,11 @@ from ..types import ConfigError, nearest
 
 # %% auto #0
 __all__ = ['Count', 'Amount', 'Positive', 'NonNegative', 'Share', 'Beta', 'Capped', 'Ranks', 'Identifier', 'Ready', 'ALGORITHMS',
-           'LOSS_NAMES', 'AGGREGATION_NAMES', 'Url', 'TrainUrl', 'Section', 'Lora', 'Model', 'Rows', 'Data',
-           'RolloutWorker', 'TrajectoryPool', 'Optim', 'KlCtrl', 'Critic', 'Algorithm', 'TrainerSection', 'Eval',
-           'Validate', 'Logger', 'service_url', 'TrainService', 'InferenceService', 'Service', 'Weight',
-           'ExceptionHandling', 'HealthCheck', 'RuntimeMonitor', 'RecipeSchema', 'defaults', 'fields_of', 'section_at',
-           'all_paths', 'unknown_key', 'expected', 'message_of', 'problems']
+           'LOSS_NAMES', 'AGGREGATION_NAMES', 'Trainers', 'API_BACKENDS', 'Url', 'TrainUrl', 'Section', 'Lora', 'Model',
+           'Rows', 'Data', 'RolloutWorker', 'TrajectoryPool', 'Optim', 'KlCtrl', 'Critic', 'Algorithm',
+           'TrainerSection', 'Eval', 'Validate', 'Logger', 'service_url', 'TrainService', 'InferenceService', 'Service',
+           'Weight', 'ExceptionHandling', 'HealthCheck', 'RuntimeMonitor', 'RecipeSchema', 'defaults', 'fields_of',
+           'section_at', 'all_paths', 'unknown_key', 'expected', 'message_of', 'problems']
 
 # %% ../../nbs/59_recipe.schema.ipynb #6407951c
 Count = Annotated[int, Field(ge=1)]
@@ -48,7 +48,7 @@ class Section(BaseModel):
 class Lora(Section):
     """Low-rank adapters in place of full fine-tuning."""
 
-    rank: Count = 16
+    rank: Count = 16  # with tinker and weaver 32
     alpha: Positive = 32.0
     dropout: Beta = 0.0
     target_modules: str | list[str] = "all-linear"
@@ -187,10 +187,16 @@ class Algorithm(Section):
     filter_zero_std: bool | None = None  # leave out groups whose rewards are all equal
 
 # %% ../../nbs/59_recipe.schema.ipynb #97f187d1
+Trainers = Literal[
+    "self_hosted", "self_hosted_grpo", "self_hosted_ppo", "self_hosted_cross_entropy", "self_hosted_opd",
+    "remote_api", "remote_api_grpo", "remote_api_cross_entropy", "remote_api_opd",
+]  # fmt: skip
+
+
 class TrainerSection(Section):
     """The loop: how long, how often, and with which class."""
 
-    type: Literal["self_hosted", "self_hosted_grpo", "self_hosted_ppo", "self_hosted_cross_entropy", "self_hosted_opd"] | None = None  # null: by the algorithm
+    type: Trainers | None = None  # null: by the backend and the algorithm
     total_train_steps: Amount = 100
     save_freq: Amount = 20  # steps; 0: never
     keep_last: Amount = 2  # checkpoints; 0: all
@@ -250,6 +256,7 @@ def service_url(
     return parts.scheme + text[len(parts.scheme) :]
 
 
+API_BACKENDS = ("tinker", "weaver")  # training APIs: they train adapters, and sample from them
 Url = Annotated[str, AfterValidator(service_url)]
 TrainUrl = Annotated[str, AfterValidator(lambda text: service_url(text, "mock"))]
 
@@ -257,14 +264,15 @@ TrainUrl = Annotated[str, AfterValidator(lambda text: service_url(text, "mock"))
 class TrainService(Section):
     """Where a model is trained, or scores tokens."""
 
-    backend: Literal["local", "http", "mock"] = "local"  # local: in this process; http: a training service (also spelt self-hosted, nextrainer, direct-zmq)
-    url: TrainUrl | None = None  # of a running service; null: the run starts one of its own
+    backend: Literal["local", "http", "mock", "tinker", "weaver"] = "local"  # local: in this process; http: a training service (also spelt self-hosted, nextrainer, direct-zmq); tinker, weaver: a training API
+    url: TrainUrl | None = None  # of a running service or API; null: the run starts one of its own
+    base_model: str | None = None  # tinker, weaver: the name that the API gives to the model; null: model.path
     identifier: Identifier = "policy"  # of the group in the service
     role: Literal["actor", "teacher", "reference", "critic"] = "actor"
     world_size: Ranks = 1  # processes over which the model is sharded
     path: str | None = None  # of a teacher, reference or critic: a folder, or a Hub id; the actor's is model.path
     builder: str | None = None  # of a teacher, reference or critic: "file.py:function"
-    api_key: str | None = None  # null: NEXRL_TRAIN_KEY of the environment
+    api_key: str | None = None  # null: NEXRL_TRAIN_KEY of the environment; of an API TINKER_API_KEY or WEAVER_API_KEY
     request_timeout: Positive = 600.0  # seconds that an answer may take
     checkpoint_root: str | None = None  # folder of the service that the run starts; null: in the run folder
 
@@ -272,7 +280,7 @@ class TrainService(Section):
 class InferenceService(Section):
     """Where answers are sampled."""
 
-    backend: Literal["local", "vllm", "openai"] = "local"  # local: the engine in this process; openai: any server with its API that returns token ids
+    backend: Literal["local", "vllm", "openai", "tinker", "weaver"] = "local"  # local: the engine in this process; openai: any server with its API that returns token ids; tinker, weaver: the API that trains
     url: Url | None = None  # of a running server; null: the run starts one of its own
     model_tag: str = "policy"  # the name that the server gives to the model
     api_key: str | None = None  # null: NEXRL_INFERENCE_KEY of the environment

@@ -120,7 +120,7 @@ def test_flat_service_and_its_config():
         ({"service": {"inference_service": {"url": "http://x"}}}, "service.inference_service.url: which kind of server is it?"),
         ({"service": {"train_service": {"url": "http://x"}}}, "service.train_service.url: 'http://x' needs a training service; say service.train_service.backend: http"),
         ({"service": {"train_service": {"backend": "htpp"}}}, "service.train_service.backend: 'htpp' is not known; did you mean 'http'?"),
-        ({"service": {"train_service": {"backend": "tinker"}}}, "'tinker' needs a Tinker backend"),
+        ({"service": {"tinker_service": {"lora_rank": 8}}}, "service.tinker_service: service.train_service.backend is 'local'; say 'tinker' there"),
         ({"service": {"inference_service": {"backend": "vllm", "freeze_for_weight_sync": False}}}, "service.inference_service.freeze_for_weight_sync"),
         ({"service": {"train_service": {"student": {"backend": "http"}, "teacher": {"backend": "http"}}}}, "student, teacher all have the role 'actor'"),
         ({"trainer": {"train_service": {"backend": "local", "world_size": 8}}}, "world_size: 8 needs a training service"),
