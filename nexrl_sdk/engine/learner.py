@@ -171,10 +171,44 @@ class Trained:
         found = zip(self.optimizer(adapter).params, self._pending.get(adapter, []))
         return {n: g for n, g in found if g is not None}
 
-    def zero_grad(self) -> None:
-        """Forget all accumulated gradients."""
+    def zero_grad(self, *adapters: str | None) -> None:
+        """Forget the accumulated gradients of some adapters, or all there are."""
         with self._lock:
-            self._pending.clear()
+            for part in adapters or list(self._pending):
+                self._pending.pop(part, None)
+
+    def forget(self, adapter: str) -> None:
+        """Let the optimizer and the gradients of an adapter go."""
+        with self._lock:
+            for held in (self._optimizers, self._first, self._pending):
+                held.pop(adapter, None)
+
+    def state_of(
+        self,
+        adapter: str,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # live tensors by names in which the adapter's own is not, and a JSON-like record
+        """Weights and optimizer of one adapter, for this model or another of its base."""
+        with self._lock:
+            tensors = {_nameless(n, adapter): t for n, t in self._tensors(adapter).items() if "/grad/" not in n}
+            return tensors, {"model_type": self.model.config.model_type, "dtype": str(self.model.dtype)[6:], "adapters": ["adapter"], "base": base_fingerprint(self.model)}
+
+    def load_state_of(
+        self,
+        adapter: str,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        optimizer: bool = True,  # False: with fresh moments
+    ) -> None:
+        """Put what `state_of` gave into an adapter, whose gradients go; raises CheckpointError, with nothing changed, where it does not fit."""
+        with self._lock:
+            mine = {_nameless(n, adapter): t for n, t in self._tensors(adapter).items() if "/grad/" not in n}
+            compare_states(tensors, meta, mine, self)
+            with self.model.lock, torch.no_grad():
+                for name, t in mine.items():
+                    kept = optimizer or name.startswith(("adapter/weight/", "adapter/master/"))
+                    t.copy_(tensors[name]) if kept else t.zero_()
+                self.model.generation += 1
+            self._pending.pop(adapter, None)
 
     def _parts(self) -> list[str | None]:
         """What state there is: every adapter, or the weights themselves."""
@@ -216,6 +250,11 @@ class Trained:
         return [tensors[n].to(self.model.device, copy=True) if n in tensors else None for n in names]
 
 # %% ../../nbs/22_engine.learner.ipynb #31615ee1
+def _nameless(name: str, adapter: str) -> str:
+    """A tensor's name without its adapter's."""
+    return "adapter/" + name.removeprefix(f"{adapter}/").replace(f".{adapter}.", ".adapter.")
+
+
 def compare_states(
     theirs: Mapping[str, Tensor],
     meta: Mapping[str, Any],

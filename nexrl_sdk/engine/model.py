@@ -5,6 +5,7 @@
 # %% ../../nbs/20_engine.model.ipynb #3ab8e942
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -400,6 +401,21 @@ class EngineModel(Adapters):
         self._attach(name, config, 0)
         with self.lock:
             peft.set_peft_model_state_dict(self.module, tensors, adapter_name=name)
+            self.generation += 1
+
+    def copy_adapter(
+        self,
+        source: str,
+        name: str,  # of the copy, which is new
+    ) -> None:
+        """A second adapter like one that there is, with its weights as they are now."""
+        self._check_name(source)
+        with self.lock:
+            self._attach(name, copy.deepcopy(self.module.peft_config[source]), 0)
+            mine, theirs = self.parameters(name), self.parameters(source)
+            with torch.no_grad():
+                for n, p in theirs.items():
+                    mine[n.replace(f".{source}.", f".{name}.")].copy_(p)
             self.generation += 1
 
     def adapter_tensors(self, name: str = "default") -> dict[str, Tensor]:

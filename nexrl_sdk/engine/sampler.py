@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +26,8 @@ from .model import EngineModel
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, DataError, Interrupted, NonFiniteError, SamplingParams
 
 # %% auto #0
-__all__ = ['SMALL', 'Stops', 'end_of_sequence', 'Job', 'Request', 'Row', 'Records', 'closed_ranks', 'Lane', 'Sampler',
-           'threads_for', 'torch_threads']
+__all__ = ['SMALL', 'Stops', 'end_of_sequence', 'Job', 'Request', 'Row', 'Records', 'closed_ranks', 'Lane', 'PromptScores',
+           'Sampler', 'threads_for', 'torch_threads']
 
 # %% ../../nbs/21_engine.sampler.ipynb #f1dad93d
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Job:
     """One call."""
 
     stop_flag: threading.Event | None
+    owner: Hashable = None  # whose call it is
     future: Future[list[list[Completion]]] = field(default_factory=Future)
     requests: list[Request] = field(default_factory=list)
     left: int = 0  # completions that are missing
@@ -375,6 +377,60 @@ class Lane:
             self.decoder.scrub()
 
 # %% ../../nbs/21_engine.sampler.ipynb #b9e9926f
+@dataclass(frozen=True)
+class PromptScores:
+    """Scores of a sequence of T tokens."""
+
+    logprobs: np.ndarray  # [T] float32, NaN for the first token and for what was not asked for
+    top_ids: np.ndarray | None = None  # [T, k], likeliest first
+    top_logprobs: np.ndarray | None = None  # [T, k], NaN as above
+    target_logprobs: np.ndarray | None = None  # [T - 1, K], NaN where none was named
+    alt_tokens: np.ndarray | None = None  # [T - 1, draws]
+    alt_logprobs: np.ndarray | None = None  # [T - 1, draws]
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[Sequence[np.ndarray | None]],  # of `_score_rows`
+        length: int,  # T
+        first: int,  # positions before it are not reported
+    ) -> PromptScores:
+        """Parts of a sequence joined."""
+        columns = [None if not parts or parts[0][k] is None else np.concatenate([p[k] for p in parts]) for k in range(6)]  # type: ignore[misc]
+        whole = [None if c is None else np.concatenate([np.full((1, *c.shape[1:]), np.nan if c.dtype.kind == "f" else 0, c.dtype), c]) for c in columns[:3]]
+        for c in whole[0], whole[2]:
+            if c is not None:
+                c[: max(1, first)] = np.nan
+        logprobs = np.full(length, np.nan, np.float32) if whole[0] is None else whole[0]
+        return cls(logprobs, whole[1], whole[2], *columns[3:])
+
+
+def _score_rows(
+    logits_nV: Tensor,
+    next_n: Tensor,  # the tokens that came
+    targets_nK: np.ndarray | None,
+    top_k: int,
+    uniforms_Dn: np.ndarray,  # [draws, at least n] random numbers
+) -> list[np.ndarray | None]:
+    """Logprobs, likeliest tokens and theirs, logprobs of targets, drawn tokens and theirs."""
+    logp = logits_nV.log_softmax(-1)
+    n = len(next_n)
+    out: list[np.ndarray | None] = [logp.gather(-1, next_n[:, None])[:, 0].cpu().numpy(), None, None, None, None, None]
+    if top_k:
+        values, ids = logp.topk(top_k, -1)
+        out[1:3] = ids.cpu().numpy(), values.cpu().numpy()
+    if targets_nK is not None:
+        wanted = torch.from_numpy(np.ascontiguousarray(targets_nK)).to(logp.device)
+        found = logp.gather(-1, wanted.clamp_min(0))
+        out[3] = found.masked_fill(wanted < 0, float("nan")).cpu().numpy()
+    if len(uniforms_Dn):
+        sums = logp.double().exp().cumsum(-1)
+        levels = torch.from_numpy(np.ascontiguousarray(uniforms_Dn[:, :n].T)).to(logp.device) * sums[:, -1:]
+        drawn = torch.searchsorted(sums, levels.contiguous(), right=True).clamp_max(logp.shape[-1] - 1)
+        out[4:6] = drawn.cpu().numpy(), logp.gather(-1, drawn).cpu().numpy()
+    return out
+
+# %% ../../nbs/21_engine.sampler.ipynb #dd991c42
 class Sampler:
     """Draws continuations of prompts from a model's own weights."""
 
@@ -429,12 +485,25 @@ class Sampler:
         stop_flag: threading.Event | None = None,
     ) -> list[list[Completion]]:
         """`sample` for coroutines; cancelling the task frees its rows, and a set stop flag cancels the task."""
-        job = self._submit(prompts, params, n, adapter, stop_flag)
-        self._ensure_thread()
+        future = self.submit(prompts, params, n, adapter, stop_flag)
         try:
-            return await asyncio.wrap_future(job.future)
+            return await asyncio.wrap_future(future)
         except Interrupted as e:
             raise asyncio.CancelledError(str(e)) from None
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        n: int = 1,
+        adapter: str | None = None,
+        stop_flag: threading.Event | None = None,
+        owner: Hashable = None,  # whose request it is: members of different owners are let in by turns
+    ) -> Future[list[list[Completion]]]:  # cancelling it frees its rows
+        """`sample` for who goes on meanwhile; what is wrong with the request is raised at once."""
+        job = self._submit(prompts, params, n, adapter, stop_flag, owner)
+        self._ensure_thread()
+        return job.future
 
     def close(self) -> None:
         """End everything under way with BackendError and let go of the caches."""
@@ -482,6 +551,32 @@ class Sampler:
             at += count
         return out
 
+    def score(
+        self,
+        tokens: Sequence[int],  # T of them
+        adapter: str | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,  # likeliest tokens to report at each position
+        targets: np.ndarray | None = None,  # [T - 1, K] tokens to score at the positions after the first; -1: none
+        draws: int = 0,  # tokens to draw at each position after the first
+        seed: int | None = None,  # of those
+        first: int = 0,  # positions before it are not reported
+    ) -> PromptScores:
+        """What the model thinks of a sequence, position by position."""
+        self._check_prompts([tokens], adapter, self.model.max_length + 1)
+        if not temperature >= 0 or not math.isfinite(temperature):
+            raise ConfigError(f"temperature must be 0 or more, not {temperature}")
+        if targets is not None and (targets.shape[:1] != (len(tokens) - 1,) or targets.ndim != 2 or targets.max(initial=-1) >= self.model.vocab_size):
+            raise DataError(f"targets are [{len(tokens) - 1}, K] token ids below {self.model.vocab_size}, or -1, not {list(targets.shape)} up to {targets.max(initial=-1)}")
+        with self.model.adapter(adapter), torch.inference_mode():
+            ids = torch.tensor(list(tokens), device=self.model.device)
+            hidden, head = self.model.backbone(ids, None, pack_rows([0, len(tokens)], self.model.device)), self.model.head()
+            shaping = Shaping.of([SamplingParams(temperature=temperature)], self.model.vocab_size, self.model.device)
+            keys = streams(seed, max(1, draws))
+            parts = [_score_rows(shaped(head(hidden[i : min(i + 256, len(tokens) - 1)]).float(), shaping), ids[i + 1 : i + 257], None if targets is None else targets[i : i + 256], min(top_k, self.model.vocab_size), uniforms(keys, np.full(len(keys), i), 256)[:draws]) for i in range(0, len(tokens) - 1, 256)]
+        return PromptScores.of(parts, len(tokens), first)
+
     # the request side ------------------------------------------------------------------------------------------------
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], adapter: str | None, limit: int) -> None:
@@ -495,7 +590,7 @@ class Sampler:
             if min(p) < 0 or max(p) >= words:
                 raise DataError(f"prompt {i} has a token id outside 0 to {words - 1}: {min(p)} to {max(p)}; is the tokenizer the model's?")
 
-    def _submit(self, prompts: Any, params: Any, n: int, adapter: str | None, stop_flag: threading.Event | None) -> Job:
+    def _submit(self, prompts: Any, params: Any, n: int, adapter: str | None, stop_flag: threading.Event | None, owner: Hashable = None) -> Job:
         """Check a call and put it into the inbox."""
         if len(prompts) and isinstance(prompts[0], int | np.integer):
             raise DataError("prompts must be a list of token lists; wrap a single prompt in a list")
@@ -503,7 +598,7 @@ class Sampler:
         each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one a prompt")
-        job = Job(stop_flag, left=n * len(prompts))
+        job = Job(stop_flag, owner, left=n * len(prompts))
         for p, q in zip(prompts, each):
             room = self.model.max_length - len(p)
             stops = Stops.of(q.stop, self._eos, self.tokenizer)
