@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class Store:
                 self.check_free(run_id, kind, name, overwrite)
                 if place.exists():
                     place.rename(work / "old")
-                (work / "old").exists() and shutil.rmtree(work / "old")
+                    shutil.rmtree(work / "old")
                 work.rename(place)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -217,7 +217,7 @@ class Store:
             write_whole(path, json.dumps(record))
         return Checkpoint(folder=path.parent / "data", **record)
 
-    def sweep(self) -> list[str]:  # what was removed
+    def sweep(self) -> Sequence[str]:  # what was removed
         """Remove the checkpoints whose time is over."""
         gone = [p for kind in KINDS for p in self._runs.glob(f"*/{kind}/*") if not p.name.startswith(".") and self._at(p, True) is not None]
         for path in gone:
