@@ -447,8 +447,14 @@ def make_backend(
     inference_url: str | None = None,
     progress: Say | None = None,
 ) -> Backend:
-    """The backend that a recipe describes: one engine in this process, or services."""
+    """The backend that a recipe describes: one engine in this process, services, or a training API."""
     s = recipe.config.service
+    if s.train_service.backend in ("tinker", "weaver"):
+        from nexrl_sdk.backend.api_server import connect_api
+
+        if inference_url is not None:
+            raise ConfigError(f"inference_url={inference_url!r} was given, but this recipe samples through {s.train_service.backend.capitalize()}'s API: give train_url")
+        return connect_api(recipe, folder or tempfile.mkdtemp(prefix="nexrl_services_"), train_url=train_url, progress=progress)
     if s.train_service.backend == "local" and s.inference_service.backend == "local":
         for name, url in (("train_url", train_url), ("inference_url", inference_url)):
             if url is not None:

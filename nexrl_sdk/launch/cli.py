@@ -21,8 +21,10 @@ import typer
 from ..types import ConfigError, DataError, EvaluatorError, NexRLError, RunFolderError
 
 # %% auto #0
-__all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'TrainUrl', 'InferenceUrl', 'serve', 'Stopped', 'stoppable',
-           'run', 'resume', 'validate', 'report', 'init', 'train', 'exit_code', 'message_for', 'main']
+__all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'TrainUrl', 'InferenceUrl', 'serve', 'Models', 'Host', 'Port',
+           'Root', 'Dtype', 'Device', 'MaxLength', 'MaxBatch', 'MicroBatch', 'TrustCode', 'Body', 'Sessions', 'Silence',
+           'Also', 'Alias', 'Stopped', 'stoppable', 'run', 'resume', 'validate', 'report', 'init', 'train',
+           'serve_tinker', 'serve_weaver', 'exit_code', 'message_for', 'main']
 
 # %% ../../nbs/95_launch.cli.ipynb #33d4ab75
 app = typer.Typer(
@@ -36,6 +38,8 @@ app = typer.Typer(
     nexrl resume runs/my_task       go on after an interrupt, a kill, or a full disk
     nexrl report runs/my_task       a page with curves and answers
     nexrl serve train               a training service for runs elsewhere
+    nexrl serve tinker              Tinker's API on this machine, for its own client
+    nexrl serve weaver              Weaver's API, likewise
 
 \b
 A recipe is a YAML file, or a folder with one. Any key can be changed for one run:
@@ -315,6 +319,99 @@ def train(
         if busy := service.wait(10.0):
             typer.echo(f"{', '.join(busy)} was still computing", err=True)
             os._exit(1)  # its thread would keep this process
+
+
+Models = Annotated[list[str] | None, typer.Option("--model", help="NAME=PATH: the name that clients use, and a folder or a Hub id; a Hub id alone is its own name. May be given several times.", show_default=False)]
+Host = Annotated[str, typer.Option(help="Where to listen. Elsewhere than on this machine a key is needed: NEXRL_API_KEY of the environment, beginning with tml-.")]
+Port = Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)]
+Root = Annotated[str, typer.Option(help="The one folder that the server writes to: checkpoints and records.")]
+Dtype = Annotated[str, typer.Option(help="auto (as the models were saved), float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+MaxLength = Annotated[int | None, typer.Option("--max-length", help="Context in tokens; without it, the models' own.", min=1, show_default=False)]
+MaxBatch = Annotated[int, typer.Option("--max-batch", help="Sequences that are decoded at once.", min=1)]
+MicroBatch = Annotated[int, typer.Option("--micro-batch-tokens", help="Tokens at once through a model in training; bounds memory.", min=1)]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Load models with code of their own.")]
+Body = Annotated[int, typer.Option("--max-body-mb", help="Largest request, in MiB.", min=1)]
+Sessions = Annotated[int, typer.Option("--max-models", help="Adapters in training at once.", min=1)]
+Silence = Annotated[float, typer.Option("--session-timeout", help="Seconds without a sign of life until a client's session ends.", min=5)]
+Also = Annotated[bool, typer.Option(help="Answer the other API's clients, too, on the same port.")]
+Alias = Annotated[list[str] | None, typer.Option("--loss-alias", help="THEIRS=OURS: compute one loss where clients name another, such as stable_reinforce=importance_sampling. Clients are told.", show_default=False)]
+
+
+@serve.command("tinker", short_help="Tinker's API: train and sample with the official client, here.")
+def serve_tinker(model: Models = None, host: Host = "127.0.0.1", port: Port = 8000, root: Root = "api", dtype: Dtype = "auto", device: Device = "auto", max_length: MaxLength = None, max_batch: MaxBatch = 256,
+                 micro_batch_tokens: MicroBatch = 4096, max_models: Sessions = 64, session_timeout: Silence = 180.0, max_body_mb: Body = 256, trust_remote_code: TrustCode = False, loss_alias: Alias = None, also_weaver: Also = False) -> None:  # fmt: skip
+    """Serve Tinker's API: the unmodified `tinker` client trains LoRA adapters and samples here, without a key or a queue.
+
+    \b
+    Examples:
+        nexrl serve tinker --model Qwen/Qwen2.5-0.5B-Instruct
+        nexrl serve tinker --model Qwen/Qwen3-8B=models/tiny --loss-alias stable_reinforce=importance_sampling
+        NEXRL_API_KEY=tml-... nexrl serve tinker --model my=models/my --host 0.0.0.0
+
+    \b
+    Then, for a client:
+        TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python train.py
+    """
+    aliases = dict(_pair(a, "--loss-alias", "stable_reinforce=importance_sampling") for a in loss_alias or [])
+    _serve_apis(["tinker", *["weaver"] * also_weaver], model, host, port, root, aliases, max_body_mb, max_models, session_timeout, dtype=dtype, device=device, max_length=max_length, max_batch=max_batch, token_budget=micro_batch_tokens, trust_remote_code=trust_remote_code)
+
+
+@serve.command("weaver", short_help="Weaver's API: train and sample with the official client, here.")
+def serve_weaver(model: Models = None, host: Host = "127.0.0.1", port: Port = 8000, root: Root = "api", dtype: Dtype = "auto", device: Device = "auto", max_length: MaxLength = None, max_batch: MaxBatch = 256,
+                 micro_batch_tokens: MicroBatch = 4096, max_models: Sessions = 64, session_timeout: Silence = 180.0, max_body_mb: Body = 256, trust_remote_code: TrustCode = False, also_tinker: Also = False) -> None:  # fmt: skip
+    """Serve Weaver's API: the unmodified `nex-weaver` client trains LoRA adapters and samples here.
+
+    \b
+    Examples:
+        nexrl serve weaver --model Qwen/Qwen2.5-0.5B-Instruct
+        nexrl serve weaver --model my=models/my --also-tinker
+
+    \b
+    Then, for a client:
+        WEAVER_BASE_URL=http://127.0.0.1:8000 WEAVER_API_KEY=sk-local python train.py
+    """
+    _serve_apis(["weaver", *["tinker"] * also_tinker], model, host, port, root, {}, max_body_mb, max_models, session_timeout, dtype=dtype, device=device, max_length=max_length, max_batch=max_batch, token_budget=micro_batch_tokens, trust_remote_code=trust_remote_code)
+
+
+def _pair(text: str, option: str, example: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign and option == "--model":  # a Hub id, or a folder, under its own name
+        name, value = text if not Path(text).is_dir() else Path(text).resolve().name, text
+    if not (name and value):
+        raise ConfigError(f"{option} {text!r} is not NAME=VALUE; write something like {option} {example}")
+    return name, value
+
+
+def _serve_apis(apis: list[str], model: list[str] | None, host: str, port: int, root: str, aliases: dict[str, str], body: int, models: int, silence: float, **options: Any) -> None:
+    """Load models and serve them until Ctrl-C or TERM."""
+    from nexrl_sdk.serve.api import check_aliases, check_serving, serve_api
+    from nexrl_sdk.serve.hub import Hub, Limits
+
+    if not model:
+        raise ConfigError("a server needs a model: --model NAME=PATH, or --model with a Hub id")
+    if not root.strip():
+        raise ConfigError("--root is empty; name the folder that the server writes to, or leave it out for 'api'")
+    named = dict(_pair(m, "--model", "tiny=models/tiny") for m in model)
+    key = check_serving(apis, host, os.environ.get("NEXRL_API_KEY"))
+    check_aliases(aliases)
+    with _one_interrupt():
+        hub = Hub(named, root, limits=Limits(models=models, session=silence), say=_say, **options)
+        try:
+            serve_api(hub, apis, host=host, port=port, key=key, max_body=body << 20, loss_alias=aliases, started=lambda url: _say(_welcome(apis, url, key, list(named))))
+        except KeyboardInterrupt:  # how a server is ended
+            _say("ended")
+        finally:
+            hub.close()
+
+
+def _welcome(apis: list[str], url: str, key: str | None, models: list[str]) -> str:
+    """What a client needs to know."""
+    lines = [f"serving {', '.join(models)} on {url}"]
+    for api in apis:
+        name, local = ("TINKER", "tml-local") if api == "tinker" else ("WEAVER", "sk-local")
+        lines.append(f"  export {name}_BASE_URL={url} {name}_API_KEY={'$NEXRL_API_KEY' if key else local}")
+    return "\n".join(lines)
 
 
 def _check_serving(root: str, remote_roots: list[str], host: str, key: str | None) -> None:

@@ -22,7 +22,7 @@ from .nextrainer import LOOPBACK, _announce, _impatient
 from ..types import BackendError, ConfigError, nearest
 
 # %% auto #0
-__all__ = ['APIS', 'doors', 'create_api_app', 'check_serving', 'serve_api', 'ApiServer', 'environment', 'serve']
+__all__ = ['APIS', 'doors', 'check_aliases', 'create_api_app', 'check_serving', 'serve_api', 'ApiServer', 'environment', 'serve']
 
 # %% ../../nbs/84_serve.api.ipynb #c37120b1
 APIS = ("tinker", "weaver")
@@ -36,22 +36,33 @@ def doors(
     loss_alias: Mapping[str, str] | None = None,  # tinker: loss that clients name -> the one that is computed
 ) -> list[Door]:
     """The APIs by their names; ConfigError names the nearest."""
-    from nexrl_sdk.serve.tinker import LOSS_CONFIG, TinkerApi
+    from nexrl_sdk.serve.tinker import TinkerApi
 
     made: list[Door] = []
     for api in apis:
         if api not in APIS:
             raise ConfigError(f"there is no API {api!r}{nearest(api, APIS)}")
         if api == "tinker":
-            for ours in (loss_alias or {}).values():
-                if ours not in LOSS_CONFIG:
-                    raise ConfigError(f"the loss {ours!r} is not known{nearest(ours, LOSS_CONFIG)}")
+            check_aliases(loss_alias or {})
             made.append(TinkerApi(hub, key, max_body, loss_alias=loss_alias))
         else:
             from nexrl_sdk.serve.weaver import WeaverApi
 
             made.append(WeaverApi(hub, key, max_body))
     return made
+
+
+def check_aliases(
+    loss_alias: Mapping[str, str],  # loss that clients name -> the one that is computed
+) -> None:
+    """Raise ConfigError where a loss is not there, or one that is there would be hidden."""
+    from nexrl_sdk.serve.tinker import LOSS_CONFIG
+
+    for theirs, ours in loss_alias.items():
+        if ours not in LOSS_CONFIG:
+            raise ConfigError(f"the loss {ours!r} is not known{nearest(ours, LOSS_CONFIG)}")
+        if theirs in LOSS_CONFIG:
+            raise ConfigError(f"the loss {theirs!r} is computed as what it is; an alias is for a loss that this server does not have")
 
 
 def create_api_app(

@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..engine.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from ..engine.learner import ForwardOutput, Learner
 from ..engine.model import EngineModel, LoraConfig, load_model, load_tokenizer
-from ..engine.sampler import PromptScores, Sampler
+from ..engine.sampler import PromptScores, Sampler, threads_for
 from .checkpoints import ApiError, Checkpoint, Store
 from ..types import AdamParams, Completion, ConfigError, Datum, NexRLError, SamplingParams, nearest
 
@@ -386,6 +388,8 @@ class Sessions:
                 say(f"loading {name}")
                 loaded[str(path)] = Base(name, str(path), self.limits, dtype=dtype, device=device, max_batch=max_batch, max_length=max_length, token_budget=token_budget, trust_remote_code=trust_remote_code)
             self.bases[name] = loaded[str(path)]
+        largest = max((b.model for b in loaded.values()), key=lambda m: m.num_parameters)
+        torch.set_num_threads(threads_for(largest))
         self._reaper = threading.Thread(target=self._watch, name="nexrl-reaper", daemon=True)
         self._reaper.start()
 
