@@ -32,6 +32,7 @@ _exports: dict[str, str] = {
     "SelfHostedPpoTrainer": "trainer.ppo",
     "SelfHostedOpdTrainer": "trainer.opd",
     "RemoteApiTrainer": "trainer.remote",
+    **dict.fromkeys(["RemoteApiGrpoTrainer", "RemoteApiCrossEntropyTrainer", "RemoteApiOpdTrainer"], "trainer.remote_algorithms"),
     "Run": "run.store",
     "run_recipe": "launch.runner",
 }

@@ -287,6 +287,7 @@ _NO_TERM = {  # keys of the algorithm section that ask for what no such loss has
     "kl_loss_coef": "KL term", "use_kl_in_reward": "reference model", "entropy_coef": "entropy term", "dual_clip": "second clip",
     "do_old_log_prob_compute": "logprobs but those of sampling", "gamma": "critic", "gae_lambda": "critic",
 }  # fmt: skip
+_BY_LENGTH = dict.fromkeys(("grpo", "gspo"), "seq-mean-token-mean")  # algorithms whose aggregation is this one where the recipe does not say
 
 
 def api_problems(
@@ -302,8 +303,8 @@ def api_problems(
             yield f"algorithm.{key}", f"the losses of a training API have no {what}; leave it out, or train with service.train_service.backend local or http"
     if algorithm.get("correction") not in (None, "none"):
         yield "algorithm.correction", f"{algorithm['correction']!r}: the losses of a training API have no correction; leave it out: ppo, cispo and gspo clip the ratio to the sampler's logprobs"
-    if loss == "dro" and algorithm.get("loss_agg_mode") != "token-sum":
-        yield "algorithm.loss_agg_mode", "a training API takes no weights of tokens beside the advantages, and dro's penalty would need them; say token-sum, or take another loss"
+    if loss == "dro" and (algorithm.get("loss_agg_mode") or _BY_LENGTH.get(kind)) == "seq-mean-token-mean":
+        yield "algorithm.loss_agg_mode", "seq-mean-token-mean weighs tokens by the length of their answer, and a training API has no weights beside the advantages, which dro's penalty does not see; say token-mean, or take another loss"
     if worker.get("min_p"):
         yield "rollout_worker.min_p", "a training API samples by temperature, top_k and top_p; leave it out"
     if kind != "cross_entropy" and worker.get("temperature", 1.0) != 1.0:

@@ -480,11 +480,6 @@ class Parts(Identity):
             self._cache["model"] = self._built(builder, "model.builder") if builder else self._folder_or_id(self.config.model.path or self.config.service.train_service.base_model)
         return self._cache["model"]
 
-    def base_model(self) -> str:
-        """The name that a training API gives to the model."""
-        named = self.config.service.train_service.base_model or self.config.model.path
-        return str(named) if named is not None else Path(self.model_path()).name
-
     def train_services(self) -> dict[str, Any]:  # actor, teacher, reference, critic -> section
         """The training services that the recipe needs, by role; ppo's critic is beside the actor where the recipe does not say."""
         service = self.config.service

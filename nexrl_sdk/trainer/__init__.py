@@ -14,6 +14,7 @@ _exports: dict[str, str] = {
     "SelfHostedPpoTrainer": "ppo",
     "SelfHostedOpdTrainer": "opd",
     "RemoteApiTrainer": "remote",
+    **dict.fromkeys(["RemoteApiGrpoTrainer", "RemoteApiCrossEntropyTrainer", "RemoteApiOpdTrainer"], "remote_algorithms"),
 }
 
 __all__ = [*_exports]

@@ -24,6 +24,7 @@ from ..algo.metrics import rollout_metrics, val_metrics
 from ..backend.base import Backend
 from ..recipe.check import UNCLIPPED
 from ..recipe.config import Recipe
+from ..recipe.schema import API_BACKENDS
 from ..rollout.data import DataStream
 from ..rollout.pool import TrajectoryPool
 from ..rollout.sync import StopFlag, WeightSyncController
@@ -106,6 +107,9 @@ TRAINERS: dict[str, str] = {
     "self_hosted_ppo": "nexrl_sdk.trainer.ppo:SelfHostedPpoTrainer",
     "self_hosted_cross_entropy": "nexrl_sdk.trainer.cross_entropy:SelfHostedCrossEntropyTrainer",
     "self_hosted_opd": "nexrl_sdk.trainer.opd:SelfHostedOpdTrainer",
+    "remote_api_grpo": "nexrl_sdk.trainer.remote_algorithms:RemoteApiGrpoTrainer",
+    "remote_api_cross_entropy": "nexrl_sdk.trainer.remote_algorithms:RemoteApiCrossEntropyTrainer",
+    "remote_api_opd": "nexrl_sdk.trainer.remote_algorithms:RemoteApiOpdTrainer",
 }
 
 
@@ -126,8 +130,9 @@ def trainer_class(
     custom = recipe.trainer_class()
     if custom is not None:
         return custom
-    named, own = recipe.config.trainer.type, f"self_hosted_{recipe.config.algorithm.type}"
-    kind = (own if own in TRAINERS else "self_hosted_grpo") if named in (None, "self_hosted") else named
+    named, family = recipe.config.trainer.type, "remote_api" if recipe.config.service.train_service.backend in API_BACKENDS else "self_hosted"
+    own = f"{family}_{recipe.config.algorithm.type}"
+    kind = (own if own in TRAINERS else f"{family}_grpo") if named in (None, family) else named
     if kind not in TRAINERS:
         raise ConfigError(f"trainer.type {kind!r} is not known{nearest(kind, TRAINERS)}")
     module, name = TRAINERS[kind].split(":")
@@ -136,24 +141,28 @@ def trainer_class(
 
 def off_policy(
     algorithm: Mapping[str, Any],  # a recipe's algorithm section
+    corrects: bool = True,  # whether the loss can weigh the rollout's logprobs against others; a training API's cannot
 ) -> dict[str, Any]:
     """The section with what it leaves open set for rollouts of older weights: a clipped loss where the algorithm's has none and rewards are what it learns from, and truncated importance sampling between the logprobs of the rollout and those recomputed before the step."""
     if algorithm["type"] == "cross_entropy":
         return dict(algorithm)
     preset = PRESETS.get(algorithm["type"])
     unclipped = algorithm["loss_fn"] is None and preset is not None and preset.loss_fn in UNCLIPPED
-    correction = "tis" if algorithm["correction"] is None else algorithm["correction"]
+    correction = ("tis" if corrects else "none") if algorithm["correction"] is None else algorithm["correction"]
     old = algorithm["do_old_log_prob_compute"]
     return {**algorithm, "correction": correction, "do_old_log_prob_compute": correction != "none" if old is None else old, **({"loss_fn": "ppo"} if unclipped else {})}
 
 
-def trainer_config(recipe: Recipe) -> Any:
+def trainer_config(
+    recipe: Recipe,
+    corrects: bool = True,  # as for off_policy
+) -> Any:
     """What a trainer's `__init__` gets: the trainer section's keys, and every other section by name."""
     from omegaconf import OmegaConf
 
     sections = recipe.to_dict()
     if overlaps(recipe):
-        sections["algorithm"] = off_policy(sections["algorithm"])
+        sections["algorithm"] = off_policy(sections["algorithm"], corrects)
     view = OmegaConf.create({**sections, **sections["trainer"]})
     OmegaConf.set_struct(view, False)
     return view
@@ -170,7 +179,7 @@ class TrainerMeta(ABCMeta):
             cls = trainer_class(recipe)
         self: Any = cls.__new__(cls)  # type: ignore[call-arg,arg-type]
         self._wiring = Wiring(recipe, backend, run if isinstance(run, Run) else None, tuple(callbacks))
-        self.__init__(config if recipe is None else trainer_config(recipe), **kwargs)
+        self.__init__(config if recipe is None else trainer_config(recipe, self.corrects), **kwargs)
         if run is not None and run is not False and not isinstance(run, Run):
             recipe = self._recipe("a run folder")
             self.attach(Run.create(recipe.output_dir() if run is True else run, recipe))
@@ -180,6 +189,7 @@ class TrainerMeta(ABCMeta):
 class TrainerCore(metaclass=TrainerMeta):
     """Connections and state of a trainer."""
 
+    corrects: bool = True  # whether its losses can weigh the sampler's logprobs against the learner's
     _wiring: Wiring = Wiring()
 
     def __init__(
@@ -441,6 +451,23 @@ class Stages(TrainerCore):
             raise EvaluatorError(
                 f"{len(bad)} of {len(trajectories)} rollouts failed, more than trainer.error_budget={budget} allows; nothing was trained on. The first cause:\n{bad[0].error}"
             )
+
+    def _usable(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory can be learned from."""
+        return trajectory.scored and not trajectory.is_val and trajectory.num_tokens > 1
+
+    def _check_unscored(self, trajectories: Sequence[Trajectory], usable: Sequence[Trajectory]) -> None:
+        """An evaluator that has never given a reward is a mistake, not a run of bad luck."""
+        never = [t for t in trajectories if t.status == "unscored"]
+        if never and not usable and not any("reward/mean" in h for h in self.history):
+            raise EvaluatorError(f"no answer has a reward: {len(never)} of {len(trajectories)} are unscored ({never[0].error}), and none was scored before; nothing was trained on. The evaluator must return a number, or None only for answers that cannot be scored")
+
+    def _record_update(self, metrics: Mapping[str, float], began: float) -> dict[str, float]:
+        """Count an update that began at a time, with how long it took."""
+        took, timing = time.perf_counter() - began, getattr(self, "_timing", {})
+        rate = metrics.get("tokens/total", 0.0) / max(1e-9, timing.get("time/rollout", 0.0) + took)
+        self._timing = {}
+        return self._record({**metrics, **timing, "time/update": took, "tokens/per_second": rate}, self._pending)
 
     def _record(self, metrics: dict[str, float], rollouts: Any = None) -> dict[str, float]:
         """Count the step and write its metrics and rollouts."""

@@ -10,15 +10,16 @@ from typing import Any
 
 from ..rollout.worker import Rollouts
 from ..tokens.render import render_example
+from .base import BaseTrainer
 from .self_hosted import SelfHostedTrainer
 from ..types import Batch, ContextOverflowError, DataError, Trajectory
 
 # %% auto #0
-__all__ = ['SelfHostedCrossEntropyTrainer']
+__all__ = ['Supervised', 'SelfHostedCrossEntropyTrainer']
 
 # %% ../../nbs/74_trainer.cross_entropy.ipynb #2373b979
-class SelfHostedCrossEntropyTrainer(SelfHostedTrainer):
-    """Supervised learning: cross entropy on the answers in the data."""
+class Supervised(BaseTrainer):
+    """A trainer whose rollouts are the rows of the data, with their answers."""
 
     def _run_worker(self, items: Sequence[Any]) -> Rollouts:
         return Rollouts([self._example(item) for item in items])
@@ -43,6 +44,10 @@ class SelfHostedCrossEntropyTrainer(SelfHostedTrainer):
 
     def _usable(self, trajectory: Trajectory) -> bool:
         return trajectory.status == "ok" and any(trajectory.loss_mask)
+
+# %% ../../nbs/74_trainer.cross_entropy.ipynb #28fa5be9
+class SelfHostedCrossEntropyTrainer(Supervised, SelfHostedTrainer):
+    """Supervised learning: cross entropy on the answers in the data."""
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Nothing to add: the loss mask says what to learn."""

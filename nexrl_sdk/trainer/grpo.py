@@ -17,7 +17,7 @@ from .self_hosted import SelfHostedTrainer, preset_of
 from ..types import Batch, ConfigError, nearest
 
 # %% auto #0
-__all__ = ['SelfHostedGrpoTrainer', 'kl_controller']
+__all__ = ['SelfHostedGrpoTrainer', 'advantage_metrics', 'kl_controller']
 
 # %% ../../nbs/73_trainer.grpo.ipynb #7ea623aa
 class SelfHostedGrpoTrainer(SelfHostedTrainer):
@@ -107,10 +107,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     def _compute_data_metrics(self, batch: Batch) -> dict[str, float]:
         """Statistics of the advantages."""
         mask = torch.as_tensor(batch.values["loss_mask"]).bool()
-        values = torch.as_tensor(batch.values["advantages"])[mask]
-        if not values.numel():
-            return {}
-        return {"advantage/mean": float(values.mean()), "advantage/max": float(values.max()), "advantage/min": float(values.min())}
+        return advantage_metrics(torch.as_tensor(batch.values["advantages"])[mask])
 
     def state_dict(self) -> dict[str, Any]:
         """With the KL controller's state."""
@@ -122,6 +119,15 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         super().load_state_dict(state)
         if self._kl_controller is not None and state.get("kl_controller") is not None:
             self._kl_controller.load_state_dict(state["kl_controller"])
+
+
+def advantage_metrics(
+    values: torch.Tensor,  # [N] one a sampled token
+) -> dict[str, float]:  # empty where there are none
+    """advantage/mean, max and min."""
+    if not values.numel():
+        return {}
+    return {"advantage/mean": float(values.mean()), "advantage/max": float(values.max()), "advantage/min": float(values.min())}
 
 
 def _groups(batch: Batch) -> list[Any]:

@@ -15,11 +15,11 @@ from ..algo.losses import LOG_RATIO_CAP, kl_k1, kl_low_var
 from ..backend.service import InProcessTrainService, TrainServiceClient
 from ..engine.model import load_tokenizer
 from .base import _get
-from .self_hosted import SelfHostedTrainer, actor_config, preset_of, worker_config
+from .self_hosted import SelfHostedTrainer, ServiceClients, actor_config, preset_of, worker_config
 from ..types import Batch, ConfigError, NonFiniteError, Trajectory
 
 # %% auto #0
-__all__ = ['reverse_kl_advantages', 'distill_metrics', 'check_vocabularies', 'vocabulary', 'SelfHostedOpdTrainer']
+__all__ = ['reverse_kl_advantages', 'distill_metrics', 'check_vocabularies', 'vocabulary', 'Distillation', 'SelfHostedOpdTrainer']
 
 # %% ../../nbs/75_trainer.opd.ipynb #548aa766
 def reverse_kl_advantages(
@@ -71,16 +71,8 @@ def vocabulary(
     return dict(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else None
 
 # %% ../../nbs/75_trainer.opd.ipynb #0ec43953
-class SelfHostedOpdTrainer(SelfHostedTrainer):
-    """On-policy distillation: the student samples, a teacher service scores the same tokens."""
-
-    def __init__(self, config: Any):
-        algorithm = _get(config, "algorithm", {})
-        self._preset = preset_of(algorithm)
-        corrected = _get(algorithm, "correction", "none") != "none"
-        self._do_old_log_prob = bool(_get(algorithm, "do_old_log_prob_compute", False)) or corrected
-        self._kl_loss = float(_get(algorithm, "kl_loss_coef", 0.0)) > 0
-        super().__init__(config)
+class Distillation(ServiceClients):
+    """A trainer with a teacher, who scores the student's tokens."""
 
     @property
     def _teacher_client(self) -> TrainServiceClient:
@@ -90,8 +82,7 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         """Connect the student and the teacher; both are read at the temperature at which the student samples."""
         super().initialize_workers()
         temperature = actor_config(self._config).loss_config.get("temperature", 1.0)
-        known = self.recipe is not None or self._backend is not None
-        settings, world_size = ({}, None) if known else worker_config(self._config, "teacher")
+        settings, world_size = ({}, None) if self._connected else worker_config(self._config, "teacher")
         settings["actor"] = {**settings.get("actor", {}), "loss_config": {"temperature": temperature}}
         self._teacher_client.initialize_worker(config_dict=settings, role="teacher", world_size=world_size)
         self._teacher_client.init_model()
@@ -118,17 +109,6 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
     def _check_unscored(self, trajectories: Sequence[Trajectory], usable: Sequence[Trajectory]) -> None:
         """Rewards are only looked at."""
 
-    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Remove padding, have the teacher score the tokens, and make its verdict the advantages."""
-        batch = Batch.remove_redundant_left_padding(batch, pad_token_id=self._pad_token_id)
-        batch = Batch.remove_redundant_right_padding(batch, pad_token_id=self._pad_token_id)
-        if self._do_old_log_prob or "rollout_log_probs" not in batch.values:
-            batch.values["old_log_probs"] = self._compute_old_log_probs(batch)
-        if self._kl_loss:
-            batch.values["ref_log_probs"] = self._compute_ref_log_probs(batch)
-        batch.values["teacher_log_probs"] = self._compute_teacher_log_probs(batch)
-        return self._compute_advantage(batch)
-
     def _compute_teacher_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probabilities [B, T] of the batch's tokens by the teacher."""
         found = self._log_probs(self._teacher_client, batch)
@@ -154,3 +134,26 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         teacher = torch.as_tensor(batch.values["teacher_log_probs"])
         batch.values["advantages"] = reverse_kl_advantages(student, teacher, mask)
         return batch, distill_metrics(student, teacher, mask)
+
+# %% ../../nbs/75_trainer.opd.ipynb #9a88c70c
+class SelfHostedOpdTrainer(Distillation, SelfHostedTrainer):
+    """On-policy distillation: the student samples, a teacher service scores the same tokens."""
+
+    def __init__(self, config: Any):
+        algorithm = _get(config, "algorithm", {})
+        self._preset = preset_of(algorithm)
+        corrected = _get(algorithm, "correction", "none") != "none"
+        self._do_old_log_prob = bool(_get(algorithm, "do_old_log_prob_compute", False)) or corrected
+        self._kl_loss = float(_get(algorithm, "kl_loss_coef", 0.0)) > 0
+        super().__init__(config)
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Remove padding, have the teacher score the tokens, and make its verdict the advantages."""
+        batch = Batch.remove_redundant_left_padding(batch, pad_token_id=self._pad_token_id)
+        batch = Batch.remove_redundant_right_padding(batch, pad_token_id=self._pad_token_id)
+        if self._do_old_log_prob or "rollout_log_probs" not in batch.values:
+            batch.values["old_log_probs"] = self._compute_old_log_probs(batch)
+        if self._kl_loss:
+            batch.values["ref_log_probs"] = self._compute_ref_log_probs(batch)
+        batch.values["teacher_log_probs"] = self._compute_teacher_log_probs(batch)
+        return self._compute_advantage(batch)

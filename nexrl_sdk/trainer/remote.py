@@ -7,39 +7,51 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
-
-from ..algo.losses import REQUIRED_FIELDS
-from ..algo.metrics import rollout_metrics
+from ..algo.losses import REQUIRED_FIELDS, token_weights
+from ..algo.metrics import reduce_metrics, rollout_metrics
 from ..backend.base import Backend
+from ..backend.service import ActorConfig
+from ..recipe.check import api_problems
+from ..recipe.schema import API_BACKENDS
 from .base import BaseTrainer, _get
 from .self_hosted import actor_config
-from ..types import AdamParams, ConfigError, Datum, EvaluatorError, Trajectory, nearest
+from ..types import AdamParams, ConfigError, Datum, NonFiniteError, Trajectory, nearest
 
 # %% auto #0
 __all__ = ['convert_trajectories_to_datums', 'ServiceHolder', 'BackendServiceHolder', 'by_prompt', 'RemoteApiTrainer']
 
 # %% ../../nbs/72_trainer.remote.ipynb #05914796
 def convert_trajectories_to_datums(
-    trajectories: Sequence[Trajectory],  # with an advantage each, or per-token advantages, where the loss needs them
+    trajectories: Sequence[Trajectory],  # of one optimizer step; with an advantage each, or per-token advantages, where the loss needs them
     loss_fn: str = "importance_sampling",
+    loss_agg_mode: str | Callable[..., Any] = "token-mean",  # how token losses are weighted; see algo.losses
+    agg_config: Mapping[str, Any] | None = None,  # the mode's own: max_tokens of dr_grpo
+    keep_all: bool = False,  # also sequences of advantage 0: the loss has more terms
 ) -> list[Datum]:  # without those that have no gradient
-    """What a training API learns from; token weights make the loss a mean over all sampled tokens."""
+    """What a training API learns from: tokens, the tokens after them, and the loss's fields with the weight of each token."""
     if loss_fn not in REQUIRED_FIELDS:
         raise ConfigError(f"loss_fn {loss_fn!r} is not known{nearest(loss_fn, REQUIRED_FIELDS)}")
     policy = "advantages" in REQUIRED_FIELDS[loss_fn]
-    lacking = [t.run_id for t in trajectories if policy and t.get("advantages") is None and t.advantage is None]
+    if policy:
+        _check_fields(trajectories, loss_fn)
+    weights = token_weights(loss_agg_mode, [t.loss_mask for t in trajectories], **(agg_config or {}))
+    datums = [t.to_datum(weights=w) for t, w in zip(trajectories, weights) if t.num_tokens > 1]
+    linear = policy and not keep_all and ActorConfig(loss_fn).skips_zero_advantage
+    return [d for d in datums if (d.fields["advantages"] * d.fields["weights"] if linear else d.fields["weights"]).any()]
+
+
+def _check_fields(trajectories: Sequence[Trajectory], loss_fn: str) -> None:
+    """Raise ConfigError where a policy loss would lack what it reads."""
+    lacking = [t.run_id for t in trajectories if t.get("advantages") is None and t.advantage is None]
     if lacking:
         raise ConfigError(f"{len(lacking)} trajectories have no advantage (the first is {lacking[0]!r}), and {loss_fn} needs one: set trajectory.advantage in _prepare_trajectories")
-    total = sum(int(np.count_nonzero(np.asarray(t.loss_mask)[1:])) for t in trajectories)
-    found = [t.to_datum() for t in trajectories if t.num_tokens > 1]
-    live = [d for d in found if d.fields["weights"].any() and not (policy and not d.fields["advantages"].any())]
-    for d in live:
-        d.fields["weights"] = d.fields["weights"] / max(1, total)
-    return live
+    silent = [t.run_id for t in trajectories if any(t.loss_mask) and not len(t.logprobs)]
+    if silent:
+        raise ConfigError(f"{len(silent)} trajectories have no logprobs (the first is {silent[0]!r}), and {loss_fn} compares the policy with the one that sampled: take trajectories that a backend has sampled, or the loss cross_entropy")
 
 # %% ../../nbs/72_trainer.remote.ipynb #94b705bb
 class ServiceHolder(Protocol):
@@ -89,13 +101,30 @@ def by_prompt(
 class RemoteApiTrainer(BaseTrainer):
     """Trains through a service holder; a subclass says how trajectories are prepared."""
 
+    corrects = False
+    by_preset: bool = False  # whether the algorithm's own loss is the default; otherwise importance_sampling
+
     def __init__(self, config: Any):
         super().__init__(config)
         self._service_holder: ServiceHolder | None = None
-        self._actor = actor_config(config)
-        given = _get(_get(_get(config, "train_service", {}), "config", {}), "loss_fn")
-        recipe = _get(_get(config, "algorithm", {}), "loss_fn")
-        self._loss_fn = given or recipe or ("cross_entropy" if self._actor.loss_fn == "cross_entropy" else "importance_sampling")
+        self._check_losses()
+        self._actor = self._settings(actor_config(config))
+        self._loss_fn, self._step_metrics = self._actor.loss_fn, dict[str, Any]()
+
+    def _settings(self, actor: ActorConfig) -> ActorConfig:
+        """How a batch becomes optimizer steps, with the loss that is wanted."""
+        given = _get(_get(_get(self._config, "train_service", {}), "config", {}), "loss_fn") or _get(_get(self._config, "algorithm", {}), "loss_fn")
+        default = actor.loss_fn if self.by_preset or actor.loss_fn == "cross_entropy" else "importance_sampling"
+        if (given or default) == actor.loss_fn:
+            return actor
+        return replace(actor, loss_fn=given or default, loss_config={k: v for k, v in actor.loss_config.items() if k == "temperature"})
+
+    def _check_losses(self) -> None:
+        """Refuse what the losses of a training API cannot do."""
+        service = self.recipe.config.service.train_service.backend if self.recipe is not None else None
+        if self.by_preset or service in API_BACKENDS:
+            for key, message in api_problems(_get(self._config, "algorithm", {}), _get(self._config, "rollout_worker", {})):
+                raise ConfigError(f"{key}: {message}")
 
     def set_service_holder(
         self,
@@ -110,7 +139,7 @@ class RemoteApiTrainer(BaseTrainer):
         if self._service_holder is None:
             if self.recipe is None and self._backend is None:
                 raise ConfigError("this trainer has no training API: call set_service_holder, or make it from a Recipe")
-            self._service_holder = BackendServiceHolder(self.backend)
+            self._service_holder = getattr(self.backend, "service_holder", None) or BackendServiceHolder(self.backend)
         return self._service_holder
 
     @abstractmethod
@@ -129,26 +158,66 @@ class RemoteApiTrainer(BaseTrainer):
             trajectory.advantage = view.advantage
         return prepared
 
+    def _usable(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory can be learned from; supervised learning needs no reward."""
+        supervised = self._loss_fn == "cross_entropy" and trajectory.status == "ok" and not trajectory.is_val
+        return supervised or super()._usable(trajectory)
+
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],  # what rollout gave, edited or not
+    ) -> list[Trajectory]:  # those to learn from, with what the algorithm adds; ready for update
+        """Check the trajectories and add what the algorithm needs."""
+        began = time.perf_counter()
+        self._check_errors(trajectories)
+        usable = [t for t in trajectories if self._usable(t)]
+        self._check_unscored(trajectories, usable)
+        metrics: dict[str, Any] = rollout_metrics(trajectories)
+        prepared = self._prepared(usable, metrics) if usable else []
+        self._step_metrics = {**metrics, "batch/sequences": float(len(usable)), "time/prepare": time.perf_counter() - began}
+        self._pending = trajectories
+        return prepared
+
     def train_config(self) -> dict[str, Any]:
         """What the training API is told with each batch."""
         adam = self._actor.adam(self._train_step)
         settings = {k: getattr(adam, k) for k in AdamParams.__dataclass_fields__}
-        return {"loss_fn": self._loss_fn, "loss_config": dict(self._actor.loss_config) if self._loss_fn == self._actor.loss_fn else {}, **settings}
+        return {"loss_fn": self._loss_fn, "loss_config": dict(self._actor.loss_config), **settings}
+
+    def _mini_batches(self, prepared: Sequence[Trajectory]) -> Iterator[tuple[list[Datum], int]]:
+        """Datums of each optimizer step, and how many trajectories they are of."""
+        actor, size = self._actor, self._actor.mini_batch_size or max(1, len(prepared))
+        for _ in range(actor.ppo_epochs):
+            for start in range(0, len(prepared), size):
+                part = prepared[start : start + size]
+                yield convert_trajectories_to_datums(part, self._loss_fn, actor.loss_agg_mode, actor.agg_config, keep_all=not actor.skips_zero_advantage), len(part)
+
+    def update(
+        self,
+        prepared: Sequence[Trajectory],  # from prepare
+    ) -> dict[str, float]:  # all metrics of the step
+        """Learn from prepared trajectories: one call of the training API a mini-batch; counts as one training step."""
+        self._not_beside_a_thread("update")
+        began, parts, steps = time.perf_counter(), list[dict[str, float]](), 0
+        with self._interruptible():
+            for datums, count in self._mini_batches(prepared):
+                if steps == 0:
+                    self._check_stop()
+                found = self._learn(datums, steps) if datums else {}
+                steps += bool(datums)
+                parts.append({**found, "batch/skipped_zero_advantage": float(count - len(datums))})
+        metrics = {**self._step_metrics, **reduce_metrics(parts), "batch/optimizer_steps": float(steps)}
+        return self._record_update(metrics, began)
+
+    def _learn(self, datums: list[Datum], steps: int) -> dict[str, float]:
+        try:
+            return dict(self.service_holder.train(datums, config=self.train_config()).get("metrics", {}))
+        except NonFiniteError as e:
+            if not steps:
+                raise
+            raise NonFiniteError(f"{e}. {steps} optimizer steps of this batch had been taken before it: go back to the last checkpoint") from e
 
     def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Prepare the trajectories, and learn from them in one optimizer step."""
+        """Prepare and update."""
         self._not_beside_a_thread("train")
-        began = time.perf_counter()
-        self._check_errors(trajectories)
-        metrics: dict[str, Any] = rollout_metrics(trajectories)
-        usable = [t for t in trajectories if t.status == "ok" and not t.is_val and (t.scored or self._loss_fn == "cross_entropy")]
-        if not usable and any(t.status == "unscored" for t in trajectories) and not self.history:
-            raise EvaluatorError(f"no answer has a reward ({next(t for t in trajectories if t.status == 'unscored').error}); nothing was trained on")
-        datums = convert_trajectories_to_datums(self._prepared(usable, metrics), self._loss_fn) if usable else []
-        if datums:
-            with self._interruptible():
-                self._check_stop()
-                metrics.update(self.service_holder.train(datums, config=self.train_config()).get("metrics", {}))
-        metrics["batch/sequences"], metrics["batch/skipped_zero_advantage"] = float(len(usable)), float(len(usable) - len(datums))
-        timing, self._timing = self._timing, {}
-        return self._record({**metrics, **timing, "time/update": time.perf_counter() - began}, trajectories)
+        return self.update(self.prepare(trajectories))

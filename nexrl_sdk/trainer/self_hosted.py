@@ -26,7 +26,7 @@ from ..types import Batch, ConfigError, DataError, EvaluatorError, Trajectory, n
 
 # %% auto #0
 __all__ = ['SUPERVISED', 'DISTILLATION', 'preset_of', 'loss_settings', 'check_whole', 'actor_config', 'service_sections',
-           'make_client', 'worker_config', 'SelfHostedTrainer']
+           'make_client', 'worker_config', 'ServiceClients', 'SelfHostedTrainer']
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #3a59e2f9
 SUPERVISED = Preset("grpo", "cross_entropy", {}, "token-mean", source="supervised learning; there are no advantages")
@@ -154,24 +154,19 @@ def _plain(section: Any) -> dict[str, Any]:
     return OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else dict(section)  # type: ignore[return-value]
 
 # %% ../../nbs/71_trainer.self_hosted.ipynb #a84c4961
-class SelfHostedTrainer(BaseTrainer):
-    """Trains through a training service; a subclass says how a batch is prepared."""
+class ServiceClients(BaseTrainer):
+    """A trainer with training services, each of a role."""
 
     def __init__(self, config: Any):
         super().__init__(config)
         self._clients: dict[str, TrainServiceClient] = {}
         self._own_services = contextlib.ExitStack()
-        self._pad_token_id = pad_token_id(self.backend.tokenizer) if self.recipe is not None or self._backend is not None else 0
-        if self.recipe is not None or self._backend is not None:
-            self.initialize_workers()
+        self._pad_token_id = pad_token_id(self.backend.tokenizer) if self._connected else 0
 
     @property
-    def _train_service_client(self) -> TrainServiceClient:
-        return self._service_client("actor")
-
-    @_train_service_client.setter
-    def _train_service_client(self, client: TrainServiceClient) -> None:
-        self._clients["actor"] = client
+    def _connected(self) -> bool:
+        """Whether there is a backend, or a recipe to make it from."""
+        return self.recipe is not None or self._backend is not None
 
     def _service_client(
         self,
@@ -183,7 +178,7 @@ class SelfHostedTrainer(BaseTrainer):
         return self._clients[role]
 
     def _connect(self, role: str) -> TrainServiceClient:
-        if self.recipe is None and self._backend is None:
+        if not self._connected:
             return make_client(self._config, role)
         offered = {"actor": getattr(self.backend, "train_service", None), **getattr(self.backend, "services", {})}
         return offered[role] if offered.get(role) is not None else self._own_service(role)
@@ -199,7 +194,7 @@ class SelfHostedTrainer(BaseTrainer):
             self._own_services.callback(service.backend.close)
             return service
         if section.url is None and section.backend == "http":
-            raise ConfigError(f"service.{role}_service.url: missing; the student is trained in this process, so no service is started that could hold the {role}. Give the url of one that runs, or leave backend out")
+            raise ConfigError(f"service.{role}_service.url: missing; the student is not trained in a service that the run starts, so there is none that could hold the {role}. Give the url of one that runs, or leave backend out")
         client = make_client(self._config, role)
         if section.path or section.builder:  # else the group is there, under its identifier
             client.initialize_worker(config_dict=group_settings(recipe, role), role=role, world_size=section.world_size)
@@ -207,17 +202,45 @@ class SelfHostedTrainer(BaseTrainer):
             client.init_model()
         return client
 
-    def initialize_workers(self) -> None:
-        """Tell the training service how to learn, and wait for its model."""
-        known = self.recipe is not None or self._backend is not None
-        settings, world_size = ({"actor": vars(actor_config(self._config))}, None) if known else worker_config(self._config)
-        self._train_service_client.initialize_worker(config_dict=settings, role="actor", world_size=world_size)
-        self._train_service_client.init_model()
+    def _log_probs(
+        self,
+        client: TrainServiceClient,
+        batch: Batch,
+        reference: bool = False,  # by the weights from before training
+    ) -> torch.Tensor:  # [B, T]
+        """Log-probabilities of the batch's tokens by a service."""
+        found = torch.as_tensor(client.compute_log_prob(batch.to_nextrainer_batch(), reference=reference)["tensors"]["ref_log_probs" if reference else "old_log_probs"])
+        if tuple(found.shape) != tuple(batch.values["input_ids"].shape):
+            raise DataError(f"the service answered logprobs of shape {tuple(found.shape)} to tokens of shape {tuple(batch.values['input_ids'].shape)}")
+        return found
 
     def close(self) -> None:
         """Close what this trainer made: its backend, and models of its own in this process."""
         super().close()
         self._own_services.close()
+
+# %% ../../nbs/71_trainer.self_hosted.ipynb #e39c130f
+class SelfHostedTrainer(ServiceClients):
+    """Trains through a training service; a subclass says how a batch is prepared."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        if self._connected:
+            self.initialize_workers()
+
+    @property
+    def _train_service_client(self) -> TrainServiceClient:
+        return self._service_client("actor")
+
+    @_train_service_client.setter
+    def _train_service_client(self, client: TrainServiceClient) -> None:
+        self._clients["actor"] = client
+
+    def initialize_workers(self) -> None:
+        """Tell the training service how to learn, and wait for its model."""
+        settings, world_size = ({"actor": vars(actor_config(self._config))}, None) if self._connected else worker_config(self._config)
+        self._train_service_client.initialize_worker(config_dict=settings, role="actor", world_size=world_size)
+        self._train_service_client.init_model()
 
     @abstractmethod
     def _prepare_batch(
@@ -245,15 +268,6 @@ class SelfHostedTrainer(BaseTrainer):
         self._pending = trajectories
         return batch
 
-    def _check_unscored(self, trajectories: Sequence[Trajectory], usable: Sequence[Trajectory]) -> None:
-        """An evaluator that has never given a reward is a mistake, not a run of bad luck."""
-        never = [t for t in trajectories if t.status == "unscored"]
-        if never and not usable and not any("reward/mean" in h for h in self.history):
-            raise EvaluatorError(f"no answer has a reward: {len(never)} of {len(trajectories)} are unscored ({never[0].error}), and none was scored before; nothing was trained on. The evaluator must return a number, or None only for answers that cannot be scored")
-
-    def _usable(self, trajectory: Trajectory) -> bool:
-        return trajectory.scored and not trajectory.is_val and trajectory.num_tokens > 1
-
     def _show_advantages(self, trajectories: Sequence[Trajectory], batch: Batch) -> None:
         """Put each sequence's mean advantage on its trajectory, for people to see."""
         if "advantages" not in batch.values or len(batch) != len(trajectories):  # a filter of the algorithm's has put them there
@@ -275,10 +289,7 @@ class SelfHostedTrainer(BaseTrainer):
             sent = batch.to_nextrainer_batch()
             sent["metadata"]["global_step"] = self._train_step
             metrics.update(self._update_actor(sent))
-        took, timing = time.perf_counter() - began, getattr(self, "_timing", {})
-        rate = metrics.get("tokens/total", 0.0) / max(1e-9, timing.get("time/rollout", 0.0) + took)
-        self._timing = {}
-        return self._record({**metrics, **timing, "time/update": took, "tokens/per_second": rate}, self._pending)
+        return self._record_update(metrics, began)
 
     def _update_actor(self, sent: dict[str, Any]) -> Mapping[str, float]:
         with self._interruptible(), self._train_service_client.actor_context() as client:
@@ -304,15 +315,3 @@ class SelfHostedTrainer(BaseTrainer):
         if "reference" in service_sections(self._config) and self.recipe is not None:
             return self._log_probs(self._service_client("reference"), batch)
         return self._log_probs(self._train_service_client, batch, reference=True)
-
-    def _log_probs(
-        self,
-        client: TrainServiceClient,
-        batch: Batch,
-        reference: bool = False,  # by the weights from before training
-    ) -> torch.Tensor:  # [B, T]
-        """Log-probabilities of the batch's tokens by a service."""
-        found = torch.as_tensor(client.compute_log_prob(batch.to_nextrainer_batch(), reference=reference)["tensors"]["ref_log_probs" if reference else "old_log_probs"])
-        if tuple(found.shape) != tuple(batch.values["input_ids"].shape):
-            raise DataError(f"the service answered logprobs of shape {tuple(found.shape)} to tokens of shape {tuple(batch.values['input_ids'].shape)}")
-        return found
