@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['DTYPES', 'ATTENTION', 'resolve_model', 'pick_dtype', 'pick_device', 'LoraConfig', 'output_layer', 'linear_names',
-           'lora_targets', 'Head', 'read_head', 'Weights', 'Adapters', 'check_adapter', 'base_fingerprint',
+           'lora_targets', 'Head', 'read_head', 'FairLock', 'Weights', 'Adapters', 'check_adapter', 'base_fingerprint',
            'EngineModel', 'padded_forward', 'one_group', 'set_checkpointing', 'check_head', 'load_model',
            'load_tokenizer']
 
@@ -170,6 +171,71 @@ def read_head(
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(out.weight if weight is None else weight, getattr(out, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
+# %% ../../nbs/20_engine.model.ipynb #5023df3b
+class FairLock:
+    """A reentrant lock that is handed over to the thread that has waited longest."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._owner: int | None = None  # the thread that holds it
+        self._depth = 0  # how many times
+        self._queue: deque[tuple[int, threading.Lock]] = deque()  # threads that wait, each at a gate of its own
+
+    def acquire(self) -> bool:
+        """Wait for it; a thread that holds it already gets it again."""
+        me = threading.get_ident()
+        if self._owner != me:
+            ticket = me, threading.Lock()
+            try:
+                self._wait(ticket)
+            except BaseException:  # Ctrl-C, perhaps when it was handed over already
+                self._withdraw(ticket)
+                raise
+        self._depth += 1
+        return True
+
+    def _wait(self, ticket: tuple[int, threading.Lock]) -> None:
+        ticket[1].acquire()
+        with self._guard:
+            if self._owner is None:
+                self._owner = ticket[0]
+                return
+            self._queue.append(ticket)
+        ticket[1].acquire()  # whoever lets go opens it
+
+    def _withdraw(self, ticket: tuple[int, threading.Lock]) -> None:
+        with self._guard:
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+            elif self._owner == ticket[0]:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._owner = None
+        if self._queue:
+            self._owner, gate = self._queue.popleft()
+            gate.release()
+
+    def release(self) -> None:
+        """Let go once; raises RuntimeError where another thread holds it."""
+        me = threading.get_ident()
+        if self._owner != me:
+            raise RuntimeError("this thread does not hold the lock")
+        self._depth -= 1
+        if not self._depth:
+            ticket = me, self._guard
+            try:
+                self._withdraw(ticket)
+            except BaseException:  # Ctrl-C
+                self._withdraw(ticket)
+                raise
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 # %% ../../nbs/20_engine.model.ipynb #67433d2e
 class Weights:
     """A transformers causal model in memory."""
@@ -185,7 +251,7 @@ class Weights:
         self.module: Any = module  # with peft's wrapper once there is an adapter
         self.path = path
         self.values = module.get_output_embeddings() is None  # a critic: the head gives one number, a value
-        self.lock = threading.RLock()  # held while weights change, and for each decode step
+        self.lock = FairLock()  # held while weights change, and for each decode step
         self.generation = 0  # bumped by whoever changes weights
         self.version = 0  # of the published weights; completions carry it
         self._limit = max_length
@@ -279,6 +345,8 @@ class Adapters(Weights):
             raise ConfigError(f"an adapter is named with letters, digits and underscores, not {name!r}")
         if name in self.adapters:
             raise ConfigError(f"there is an adapter {name!r} already; remove_adapter({name!r}) first")
+        if name.startswith("lora_") or any(name in n.split(".") for n, _ in self.base.named_parameters()):
+            raise ConfigError(f"no adapter can be named {name!r}, as a part of the model is; {name + '_1'!r} would do")
         with self.lock, torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             if self.adapters:
@@ -329,7 +397,7 @@ class Adapters(Weights):
         """What training changes, by name: an adapter's matrices, or (None) the base model's weights."""
         self._check_name(adapter)
         if adapter is not None:
-            return {n: p for n, p in self.base.named_parameters() if "lora_" in n and f".{adapter}." in n}
+            return {n: p for n, p in self.base.named_parameters() if f".lora_A.{adapter}." in n or f".lora_B.{adapter}." in n}
         return {n.replace(".base_layer", ""): p for n, p in self.base.named_parameters() if "lora_" not in n and p.requires_grad}
 
 # %% ../../nbs/20_engine.model.ipynb #67e24132
@@ -406,16 +474,20 @@ class EngineModel(Adapters):
     def copy_adapter(
         self,
         source: str,
-        name: str,  # of the copy, which is new
+        name: str,  # of the copy; one that is there already, of the same configuration, is overwritten
     ) -> None:
-        """A second adapter like one that there is, with its weights as they are now."""
+        """An adapter with the configuration and the present weights of another."""
         self._check_name(source)
         with self.lock:
-            self._attach(name, copy.deepcopy(self.module.peft_config[source]), 0)
-            mine, theirs = self.parameters(name), self.parameters(source)
+            if name not in self.adapters:
+                self._attach(name, copy.deepcopy(self.module.peft_config[source]), 0)
+            mine, theirs = ({n.replace(f".{a}.", "."): p for n, p in self.parameters(a).items()} for a in (name, source))
+            kinds = [[(n, p.shape) for n, p in x.items()] + [self.module.peft_config[a].lora_alpha] for a, x in ((name, mine), (source, theirs))]
+            if kinds[0] != kinds[1]:
+                raise ConfigError(f"adapter {name!r} is of another rank, scale or set of layers than {source!r}; remove_adapter({name!r}) first")
             with torch.no_grad():
                 for n, p in theirs.items():
-                    mine[n.replace(f".{source}.", f".{name}.")].copy_(p)
+                    mine[n].copy_(p)
             self.generation += 1
 
     def adapter_tensors(self, name: str = "default") -> dict[str, Tensor]:
