@@ -34,6 +34,7 @@ def doors(
     key: str | None = None,
     max_body: int = 256 << 20,  # bytes of one request
     loss_alias: Mapping[str, str] | None = None,  # tinker: loss that clients name -> the one that is computed
+    client_config: Mapping[str, Any] | None = None,  # tinker: more flags of its client
 ) -> list[Door]:
     """The APIs by their names; ConfigError names the nearest."""
     from nexrl_sdk.serve.tinker import TinkerApi
@@ -44,7 +45,7 @@ def doors(
             raise ConfigError(f"there is no API {api!r}{nearest(api, APIS)}")
         if api == "tinker":
             check_aliases(loss_alias or {})
-            made.append(TinkerApi(hub, key, max_body, loss_alias=loss_alias))
+            made.append(TinkerApi(hub, key, max_body, loss_alias=loss_alias, config=client_config))
         else:
             from nexrl_sdk.serve.weaver import WeaverApi
 
@@ -72,6 +73,7 @@ def create_api_app(
     key: str | None = None,  # that clients must show; None: none
     max_body: int = 256 << 20,
     loss_alias: Mapping[str, str] | None = None,
+    client_config: Mapping[str, Any] | None = None,
 ) -> Any:  # a starlette application
     """The APIs of a hub as an application, which closes the hub when it ends."""
     import asyncio
@@ -88,7 +90,7 @@ def create_api_app(
     async def health(request: Any) -> Any:
         return JSONResponse({"status": "ok"})
 
-    routes = [r for door in doors(hub, apis, key, max_body, loss_alias) for r in door.routes()]
+    routes = [r for door in doors(hub, apis, key, max_body, loss_alias, client_config) for r in door.routes()]
     known = [r for r in routes if "{rest:path}" not in r.path]
     return Starlette(routes=[Route("/health", health), *known, *[r for r in routes if "{rest:path}" in r.path]], lifespan=lifespan)
 
@@ -176,6 +178,9 @@ def serve(
     root: str | Path | None = None,  # for checkpoints; None: a folder that goes with the block
     port: int = 0,  # 0: a free one
     loss_alias: Mapping[str, str] | None = None,  # tinker: loss that clients name -> the one that is computed
+    client_config: Mapping[str, Any] | None = None,  # tinker: more flags of its client
+    key: str | None = None,  # that clients must show; they find it in the environment
+    max_body: int = 256 << 20,  # bytes of one request
     limits: Limits | None = None,
     **options: Any,  # of Hub: dtype, device, max_batch, max_length, token_budget
 ) -> Iterator[ApiServer]:
@@ -187,7 +192,7 @@ def serve(
         folder = root or stack.enter_context(tempfile.TemporaryDirectory(prefix="nexrl_api_", ignore_cleanup_errors=True))
         hub = Hub(models, folder, limits=limits, **options)
         stack.callback(hub.close)
-        server = uvicorn.Server(_uvicorn(create_api_app(hub, chosen, loss_alias=loss_alias), "127.0.0.1", port))
+        server = uvicorn.Server(_uvicorn(create_api_app(hub, chosen, key=check_serving(chosen, "127.0.0.1", key), max_body=max_body, loss_alias=loss_alias, client_config=client_config), "127.0.0.1", port))
         thread = threading.Thread(target=server.run, name="nexrl-api", daemon=True)
         thread.start()
         stack.callback(thread.join, 20)
@@ -198,7 +203,7 @@ def serve(
         if not server.started:
             raise BackendError(f"the server could not listen on 127.0.0.1:{port}; is the port taken?")
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        env = environment(chosen, url, None)
+        env = environment(chosen, url, key)
         before = {k: os.environ.get(k) for k in env}
         os.environ.update(env)
         stack.callback(_restore, before)
