@@ -9,6 +9,7 @@ import asyncio
 import datetime
 import math
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -557,9 +558,13 @@ class TinkerApi(Door):
         c = self.hub.store.find(*self._named(request))
         if c.kind != "external_weights":
             raise ApiError(f"{c.kind}/{c.name} is not an exported model: save with save_weights_external")
-        at = str(request.url).rsplit("/", 1)[0]
-        end = c.expires_at or (datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1)).timestamp()
-        return {"urls": {p.name: f"{at}/files/{p.name}" for p in sorted(c.folder.iterdir()) if p.is_file()}, "expires": _when(end)}
+        end = int(c.expires_at or time.time() + 86400)
+        return {"urls": {p.name: self.address(request, p.name, end) for p in sorted(c.folder.iterdir()) if p.is_file()}, "expires": _when(end)}
+
+    def address(self, request: Any, name: str, until: int) -> str:
+        """Where a file can be fetched without the key, for a time."""
+        at = request.url.replace(path=f"{request.url.path.rpartition('/')[0]}/files/{name}", query="")
+        return str(at if self.key is None else at.include_query_params(until=until, sig=self.sign(at.path, until)))
 
     async def file(self, request: Any) -> Any:
         """One file of an exported model."""
