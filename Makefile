@@ -50,7 +50,7 @@ check: $(VENV)/.installed-dev  ## notebooks, modules and README agree; lint; typ
 	$(BIN)/python scripts/public_api.py
 
 bench: $(VENV)/.installed-vllm  ## speed and memory against peers, one table a script
-	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+	@for f in tests/bench/*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
 docs: $(VENV)/.installed-docs  ## the documentation site, into _docs/
 	$(BIN)/python scripts/notebooks.py docs

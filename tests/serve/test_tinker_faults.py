@@ -221,7 +221,7 @@ def test_keys_and_browsers(model: Path) -> None:
         with tinker.ServiceClient() as client:
             path = client.create_lora_training_client("tiny", rank=2).result().save_weights_external("x").result().path
         urls = tinker.RestClient().get_external_weights_urls(path).result().urls
-        name, url = next(iter(urls.items()))
+        _, url = next(iter(urls.items()))
         assert httpx.get(url).status_code == 200 and httpx.get(url.split("?")[0]).status_code == 401
         assert httpx.get(url.replace("sig=", "sig=0")).status_code == 401
         with pytest.raises(tinker.AuthenticationError):
