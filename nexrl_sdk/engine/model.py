@@ -347,7 +347,7 @@ class Adapters(Weights):
             raise ConfigError(f"there is an adapter {name!r} already; remove_adapter({name!r}) first")
         if name.startswith("lora_") or any(name in n.split(".") for n, _ in self.base.named_parameters()):
             raise ConfigError(f"no adapter can be named {name!r}, as a part of the model is; {name + '_1'!r} would do")
-        with self.lock, torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with self.lock, torch.inference_mode(False), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             if self.adapters:
                 self.module.add_adapter(name, config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ from .model import EngineModel
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, DataError, Interrupted, NonFiniteError, SamplingParams
 
 # %% auto #0
-__all__ = ['SMALL', 'Stops', 'end_of_sequence', 'Job', 'Request', 'Row', 'Records', 'closed_ranks', 'Lane', 'PromptScores',
-           'Sampler', 'threads_for', 'torch_threads']
+__all__ = ['SMALL', 'Stops', 'end_of_sequence', 'Job', 'Request', 'Row', 'Records', 'closed_ranks', 'Turns', 'Lane',
+           'PromptScores', 'score_rows', 'Sampler', 'threads_for', 'torch_threads']
 
 # %% ../../nbs/21_engine.sampler.ipynb #f1dad93d
 @dataclass(frozen=True)
@@ -200,6 +200,45 @@ def closed_ranks(gone: np.ndarray) -> np.ndarray:
     order[gone[:n]] = np.flatnonzero(~gone[n:]) + n
     return order
 
+# %% ../../nbs/21_engine.sampler.ipynb #7765059e
+class Turns:
+    """Requests that wait, with members of different owners taken by turns."""
+
+    def __init__(self) -> None:
+        self.count = 0  # members
+        self._queues: OrderedDict[Hashable, deque[Request]] = OrderedDict()  # of each owner; the first one's turn is next
+
+    def __iter__(self) -> Iterator[Request]:
+        return (r for queue in self._queues.values() for r in queue)
+
+    def push(self, request: Request) -> None:
+        """Wait behind the owner's others."""
+        self._queues.setdefault(request.job.owner, deque()).append(request)
+        self.count += len(request.waiting)
+
+    @property
+    def next(self) -> Request:
+        """Whose turn it is."""
+        return next(iter(self._queues.values()))[0]
+
+    def take(self) -> tuple[Request, int]:
+        """The next member; its owner's turn comes again after all others'."""
+        owner, queue = next(iter(self._queues.items()))
+        request = queue[0]
+        member = request.waiting.popleft()
+        self.count -= 1
+        if not request.waiting:
+            queue.popleft()
+        self._queues.move_to_end(owner) if queue else self._queues.pop(owner)
+        return request, member
+
+    def drop(self, job: Job) -> None:
+        """Forget what a job waits for."""
+        kept = [r for r in self if r.job is not job]
+        self.count, self._queues = 0, OrderedDict()
+        for request in kept:
+            self.push(request)
+
 # %% ../../nbs/21_engine.sampler.ipynb #94017618
 class Lane:
     """A batch that rows enter and leave, and what waits to enter it."""
@@ -207,8 +246,7 @@ class Lane:
     def __init__(self, decoder: Decoder, model: EngineModel, tokenizer: Any, max_batch: int, max_cache_tokens: int | None):
         self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
         self.max_batch, self.max_cache_tokens = max_batch, max_cache_tokens
-        self.waiting: deque[Request] = deque()
-        self.pending = 0  # members of the waiting requests
+        self.waiting = Turns()
         self.rows: list[Row] = []
         self.entering: list[Request] = []  # on their way from waiting to rows
         self.records = Records()
@@ -219,12 +257,7 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.rows and not self.waiting
-
-    def push(self, request: Request) -> None:
-        """Let a request wait for its turn."""
-        self.waiting.append(request)
-        self.pending += len(request.waiting)
+        return not self.rows and not self.waiting.count
 
     def cycle(self) -> list[Request]:
         """Let rows in, then one token for every row; returns the requests whose logits were not finite."""
@@ -238,20 +271,16 @@ class Lane:
 
     def _admit(self) -> list[Request]:
         """Let waiting members in while there is room: all of them, or an eighth of the batch at a time."""
-        free = self.max_batch - len(self.rows)
-        if not self.pending or free < min(self.pending, max(1, self.max_batch // 8)):
+        free, waiting = self.max_batch - len(self.rows), self.waiting
+        if not waiting.count or free < min(waiting.count, max(1, self.max_batch // 8)):
             return []
         chosen: list[tuple[Request, int]] = []
         widest = max((len(r.request.prompt) + r.request.limit for r in self.rows), default=0)
-        while self.waiting and len(chosen) < free:
-            request = self.waiting[0]
-            widest = max(widest, len(request.prompt) + request.limit)
+        while waiting.count and len(chosen) < free:
+            widest = max(widest, len(waiting.next.prompt) + waiting.next.limit)
             if self.max_cache_tokens and (len(self.rows) + len(chosen) + 1) * widest > self.max_cache_tokens and self.rows + chosen:  # type: ignore[operator]
                 break
-            chosen.append((request, request.waiting.popleft()))
-            self.pending -= 1
-            if not request.waiting:
-                self.waiting.popleft()
+            chosen.append(waiting.take())
         return self._enter(chosen) if chosen else []
 
     def _enter(self, chosen: list[tuple[Request, int]]) -> list[Request]:
@@ -369,8 +398,7 @@ class Lane:
 
     def forget(self, job: Job) -> None:
         """Drop everything of a job."""
-        self.waiting = deque(r for r in self.waiting if r.job is not job)
-        self.pending = sum(len(r.waiting) for r in self.waiting)
+        self.waiting.drop(job)
         gone = np.array([r.request.job is job for r in self.rows], bool)
         if gone.any():
             self._drop(gone)
@@ -382,7 +410,7 @@ class PromptScores:
     """Scores of a sequence of T tokens."""
 
     logprobs: np.ndarray  # [T] float32, NaN for the first token and for what was not asked for
-    top_ids: np.ndarray | None = None  # [T, k], likeliest first
+    top_ids: np.ndarray | None = None  # [T, k], likeliest first; 0 where the logprobs are NaN
     top_logprobs: np.ndarray | None = None  # [T, k], NaN as above
     target_logprobs: np.ndarray | None = None  # [T - 1, K], NaN where none was named
     alt_tokens: np.ndarray | None = None  # [T - 1, draws]
@@ -391,46 +419,45 @@ class PromptScores:
     @classmethod
     def of(
         cls,
-        parts: Sequence[Sequence[np.ndarray | None]],  # of `_score_rows`
+        parts: Sequence[Sequence[np.ndarray | None]],  # of `score_rows`, to the end of the sequence; one at least
         length: int,  # T
         first: int,  # positions before it are not reported
     ) -> PromptScores:
         """Parts of a sequence joined."""
-        columns = [None if not parts or parts[0][k] is None else np.concatenate([p[k] for p in parts]) for k in range(6)]  # type: ignore[misc]
-        whole = [None if c is None else np.concatenate([np.full((1, *c.shape[1:]), np.nan if c.dtype.kind == "f" else 0, c.dtype), c]) for c in columns[:3]]
-        for c in whole[0], whole[2]:
-            if c is not None:
-                c[: max(1, first)] = np.nan
-        logprobs = np.full(length, np.nan, np.float32) if whole[0] is None else whole[0]
-        return cls(logprobs, whole[1], whole[2], *columns[3:])
+        columns: list[Any] = [None if parts[0][k] is None else np.concatenate([p[k] for p in parts]) for k in range(6)]  # type: ignore[misc]
+        for k, blank in ((0, np.nan), (1, 0), (2, np.nan)):
+            if columns[k] is not None:
+                columns[k] = np.pad(columns[k], [(length - len(columns[k]), 0)] + [(0, 0)] * (columns[k].ndim - 1))
+                columns[k][: max(1, first)] = blank
+        return cls(*columns)
 
-
-def _score_rows(
-    logits_nV: Tensor,
+# %% ../../nbs/21_engine.sampler.ipynb #dd991c42
+def score_rows(
+    logits_nV: Tensor,  # after temperature
     next_n: Tensor,  # the tokens that came
     targets_nK: np.ndarray | None,
     top_k: int,
-    uniforms_Dn: np.ndarray,  # [draws, at least n] random numbers
+    uniforms_nD: np.ndarray,  # random numbers in [0, 1) of the draws
+    greedy: bool = False,  # draw the likeliest
 ) -> list[np.ndarray | None]:
     """Logprobs, likeliest tokens and theirs, logprobs of targets, drawn tokens and theirs."""
     logp = logits_nV.log_softmax(-1)
-    n = len(next_n)
     out: list[np.ndarray | None] = [logp.gather(-1, next_n[:, None])[:, 0].cpu().numpy(), None, None, None, None, None]
     if top_k:
-        values, ids = logp.topk(top_k, -1)
+        values, ids = logp.topk(min(top_k, logp.shape[-1]), -1)
         out[1:3] = ids.cpu().numpy(), values.cpu().numpy()
     if targets_nK is not None:
         wanted = torch.from_numpy(np.ascontiguousarray(targets_nK)).to(logp.device)
-        found = logp.gather(-1, wanted.clamp_min(0))
-        out[3] = found.masked_fill(wanted < 0, float("nan")).cpu().numpy()
-    if len(uniforms_Dn):
+        out[3] = logp.gather(-1, wanted.clamp_min(0)).masked_fill(wanted < 0, float("nan")).cpu().numpy()
+    if uniforms_nD.shape[1]:
         sums = logp.double().exp().cumsum(-1)
-        levels = torch.from_numpy(np.ascontiguousarray(uniforms_Dn[:, :n].T)).to(logp.device) * sums[:, -1:]
-        drawn = torch.searchsorted(sums, levels.contiguous(), right=True).clamp_max(logp.shape[-1] - 1)
+        levels = torch.from_numpy(np.ascontiguousarray(uniforms_nD)).to(logp.device) * sums[:, -1:]
+        drawn = torch.searchsorted(sums, levels, right=True).clamp_max(logp.shape[-1] - 1)
+        drawn = logp.argmax(-1, keepdim=True).expand_as(drawn) if greedy else drawn
         out[4:6] = drawn.cpu().numpy(), logp.gather(-1, drawn).cpu().numpy()
     return out
 
-# %% ../../nbs/21_engine.sampler.ipynb #dd991c42
+# %% ../../nbs/21_engine.sampler.ipynb #5590467f
 class Sampler:
     """Draws continuations of prompts from a model's own weights."""
 
@@ -455,6 +482,7 @@ class Sampler:
         self._jobs: list[Job] = []  # under way
         self._lanes: dict[str | None, Lane] = {}
         self._driving = self._closed = False
+        self._generation = -1  # of the weights, as of the newest look at the adapters
         self._thread: threading.Thread | None = None
 
     # what callers do -------------------------------------------------------------------------------------------------
@@ -563,19 +591,27 @@ class Sampler:
         seed: int | None = None,  # of those
         first: int = 0,  # positions before it are not reported
     ) -> PromptScores:
-        """What the model thinks of a sequence, position by position."""
+        """What the model thinks of a sequence, position by position; raises as `logprobs` does, and ConfigError."""
         self._check_prompts([tokens], adapter, self.model.max_length + 1)
-        if not temperature >= 0 or not math.isfinite(temperature):
-            raise ConfigError(f"temperature must be 0 or more, not {temperature}")
-        if targets is not None and (targets.shape[:1] != (len(tokens) - 1,) or targets.ndim != 2 or targets.max(initial=-1) >= self.model.vocab_size):
-            raise DataError(f"targets are [{len(tokens) - 1}, K] token ids below {self.model.vocab_size}, or -1, not {list(targets.shape)} up to {targets.max(initial=-1)}")
+        if not (math.isfinite(temperature) and min(temperature, top_k, draws, first) >= 0):
+            raise ConfigError(f"temperature, top_k, draws and first must be 0 or more, not {temperature}, {top_k}, {draws} and {first}")
+        last, vocab = len(tokens) - 1, self.model.vocab_size
+        targets = None if targets is None else np.asarray(targets)
+        if targets is not None and (targets.ndim != 2 or len(targets) != last or targets.dtype.kind not in "iu" or targets.max(initial=-1) >= vocab):
+            raise DataError(f"targets are token ids [{last}, K] below {vocab}, or -1 for none, not {targets.dtype} {list(targets.shape)} up to {targets.max(initial=-1)}")
+        keys, shaping = streams(seed, draws), Shaping.of([SamplingParams(temperature=temperature)], vocab, self.model.device)
+        begin, step = 0 if targets is not None or draws else min(max(first - 1, 0), last), max(1, min(512, (1 << 24) // vocab))
         with self.model.adapter(adapter), torch.inference_mode():
             ids = torch.tensor(list(tokens), device=self.model.device)
-            hidden, head = self.model.backbone(ids, None, pack_rows([0, len(tokens)], self.model.device)), self.model.head()
-            shaping = Shaping.of([SamplingParams(temperature=temperature)], self.model.vocab_size, self.model.device)
-            keys = streams(seed, max(1, draws))
-            parts = [_score_rows(shaped(head(hidden[i : min(i + 256, len(tokens) - 1)]).float(), shaping), ids[i + 1 : i + 257], None if targets is None else targets[i : i + 256], min(top_k, self.model.vocab_size), uniforms(keys, np.full(len(keys), i), 256)[:draws]) for i in range(0, len(tokens) - 1, 256)]
-        return PromptScores.of(parts, len(tokens), first)
+            hidden, head = self.model.backbone(ids, None, pack_rows([0, last + 1], self.model.device)), self.model.head()
+
+            def part(rows: slice) -> list[np.ndarray | None]:
+                u_nD = uniforms(keys, np.full(draws, rows.start), rows.stop - rows.start).T
+                named = None if targets is None else targets[rows].astype(np.int64)
+                return score_rows(shaped(head(hidden[rows]), shaping), ids[rows.start + 1 : rows.stop + 1], named, top_k, u_nD, temperature == 0)
+
+            parts = [part(slice(i, min(i + step, last))) for i in range(begin, max(last, begin + 1), step)]
+        return PromptScores.of(parts, last + 1, first)
 
     # the request side ------------------------------------------------------------------------------------------------
 
@@ -698,7 +734,8 @@ class Sampler:
             if self._closed:
                 return False
         with self.model.lock:
-            self._enqueue(new)
+            self._orphans(new)
+            self._enqueue([j for j in new if not j.future.done()])
             for job in [j for j in self._jobs if j.stopped]:
                 self._fail(job, Interrupted("sampling was stopped between two tokens; nothing was kept of this call"))
             for key, lane in list(self._lanes.items()):
@@ -709,13 +746,21 @@ class Sampler:
             self._jobs.remove(job)
         return bool(self._jobs)
 
+    def _orphans(self, new: Sequence[Job]) -> None:
+        """Fail what is to be sampled from an adapter that is not there any more."""
+        among = new if self.model.generation == self._generation else list(self._jobs)
+        self._generation, there = self.model.generation, {None, *self.model.adapters}
+        for job in among:
+            if (name := job.requests[0].adapter) not in there:
+                self._fail(job, ConfigError(f"the adapter {name!r} was removed before all was sampled"))
+
     def _enqueue(self, jobs: Sequence[Job]) -> None:
         """Put what is to be sampled into the lanes."""
         for job in jobs:
             try:
                 for request in job.requests:
                     if request.waiting:
-                        self._lane(request.adapter).push(request)
+                        self._lane(request.adapter).waiting.push(request)
             except Exception as e:  # noqa: BLE001 - whatever it is, the caller must hear of it, and the others go on
                 self._fail(job, e)
 

@@ -40,12 +40,17 @@ def until(condition) -> None:
     assert condition()
 
 
+def stranger(lock: FairLock) -> None:
+    with pytest.raises(RuntimeError, match="does not hold"):
+        lock.release()
+
+
 def test_a_fair_lock_is_reentrant_and_refuses_who_does_not_hold_it() -> None:
     lock = FairLock()
     with lock, lock:
         lock.acquire()
         lock.release()
-        other = threading.Thread(target=lambda: pytest.raises(RuntimeError, lock.release))
+        other = threading.Thread(target=stranger, args=(lock,))
         other.start()
         other.join()
         assert lock._owner == threading.get_ident()
