@@ -636,9 +636,9 @@ class Operations(Door):
 
     # operations ------------------------------------------------------------------------------------------------------
 
-    async def answer(self, op: Op, hold: float = HOLD) -> Any:
+    async def answer(self, op: Op, hold: float | None = None) -> Any:
         """An operation, after a moment's wait for its end."""
-        await self.wait(op, hold)
+        await self.wait(op, HOLD if hold is None else hold)
         return await asyncio.to_thread(self._operation, op)
 
     def _operation(self, op: Op) -> Any:
