@@ -156,16 +156,18 @@ class Datum:
     """One sequence to learn from."""
 
     tokens: np.ndarray  # [N] int64, what the model reads
-    targets: np.ndarray  # [N] int64, the next token at each position
-    fields: dict[str, np.ndarray] = field(default_factory=dict)  # each [N] float32: weights, logprobs, advantages, ref_logprobs, ...
+    targets: np.ndarray  # [N] int64, the next token at each position; or [N, K], several that might come (cross_entropy)
+    fields: dict[str, np.ndarray] = field(default_factory=dict)  # each [N] float32: weights (of K targets [N, K]), logprobs, advantages, ref_logprobs, ...
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int64)
         self.targets = np.asarray(self.targets, dtype=np.int64)
         self.fields = {k: np.asarray(v, dtype=np.float32) for k, v in self.fields.items()}
-        wrong = {k: v.shape for k, v in {"targets": self.targets, **self.fields}.items() if v.shape != self.tokens.shape}
+        length, several = self.tokens.shape, self.targets.shape if self.targets.ndim == 2 and self.targets.shape[1] else self.tokens.shape
+        wanted = {k: several if k in ("targets", "weights") else length for k in ("targets", *self.fields)}
+        wrong = {k: v.shape for k, v in {"targets": self.targets, **self.fields}.items() if v.shape != wanted[k] or v.shape[:1] != length}
         if wrong or self.tokens.ndim != 1:
-            raise DataError(f"a datum's fields must all be as long as its tokens, {self.tokens.shape}; got {wrong}")
+            raise DataError(f"a datum's fields must all be as long as its tokens, {self.tokens.shape}{', and its weights of the shape of its targets' if self.targets.ndim > 1 else ''}; got {wrong}")
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -21,14 +21,14 @@ __all__ = ['LOG_RATIO_CAP', 'Pairs', 'KL_CAP', 'KL_ESTIMATORS', 'CORRECTIONS', '
            'AGGREGATIONS', 'PRESETS', 'LossInput', 'LossOutput', 'loss_input', 'add_metrics', 'mean_metrics', 'kl_k1',
            'kl_abs', 'kl_mse', 'kl_low_var', 'no_correction', 'truncated_correction', 'masked_correction',
            'cross_entropy', 'importance_sampling', 'ppo', 'cispo', 'dro', 'sequence_mean', 'gspo', 'value_loss',
-           'register_loss', 'check_loss', 'required_fields', 'compute_loss', 'token_mean', 'seq_mean_token_sum',
-           'seq_mean_token_mean', 'token_sum', 'constant_length', 'token_weights', 'FixedKLController',
-           'AdaptiveKLController', 'Preset']
+           'register_loss', 'check_loss', 'check_targets', 'required_fields', 'compute_loss', 'token_mean',
+           'seq_mean_token_sum', 'seq_mean_token_mean', 'token_sum', 'constant_length', 'token_weights',
+           'FixedKLController', 'AdaptiveKLController', 'Preset']
 
 # %% ../../nbs/02_algo.losses.ipynb #2895e538
 @dataclass(frozen=True)
 class LossInput:
-    """Packed sequences; every tensor is [N], and the value at i belongs to target token i."""
+    """Packed sequences; every tensor is [N], and the value at i belongs to target token i. Of several targets a token, logprobs and weights are [N, K]."""
 
     logprobs: torch.Tensor  # of the target tokens under the weights that learn; the gradient flows here
     weights: torch.Tensor  # mask times aggregation weight; where it is 0, nothing else at that token is read
@@ -64,7 +64,7 @@ def loss_input(
     extra = {k: v for k, v in fields.items() if k not in _FIELDS and k != "weights"}
     weights = fields.get("weights")
     if weights is None:
-        signs = [known[k] != 0 for k in ("old_logprobs", "advantages") if k in known]
+        signs = [known[k] != 0 for k in ("old_logprobs", "advantages") if k in known and logprobs.ndim == 1]
         weights = torch.stack(signs).any(0).to(logprobs.dtype) if signs else torch.ones_like(logprobs, requires_grad=False)
     return LossInput(logprobs, weights, seq_ids=seq_ids, entropy=entropy, extra=extra, **known)
 
@@ -259,7 +259,7 @@ def cross_entropy(
     inp: LossInput,  # packed sequences
     **shared: Any,  # kl_coef, kl_estimator, entropy_coef, correction, correction_cap
 ) -> LossOutput:
-    """-sum w lp: supervised learning."""
+    """-sum w lp: supervised learning; over several targets a token too, as in distillation from a teacher's likeliest tokens."""
     keep = inp.weights != 0
     nll = -_pick(inp.logprobs, keep)
     return _finish(inp, nll, {"policy/nll": _pair(nll, keep)}, **shared)
@@ -466,6 +466,21 @@ def check_loss(
     return function
 
 
+def check_targets(
+    loss: str | LossFn,  # a name in LOSSES, or a function
+    config: Mapping[str, Any] | None,  # its keywords
+    several: bool,  # whether tokens have more targets than one
+) -> None:
+    """Raise ConfigError where a loss of one target a token is asked for several."""
+    if not several:
+        return
+    if loss not in ("cross_entropy", cross_entropy):
+        raise ConfigError(f"the loss {loss!r} takes one target a token, [N]; of several, [N, K], there is 'cross_entropy' alone")
+    used = [k for k in ("kl_coef", "entropy_coef") if (config or {}).get(k)] + ["correction"] * ((config or {}).get("correction", "none") != "none")
+    if used:
+        raise ConfigError(f"{used[0]} is of one target a token, [N]; cross_entropy of several, [N, K], takes none")
+
+
 def required_fields(
     loss: str | LossFn,  # a name in LOSSES, or a function
     config: Mapping[str, Any] | None = None,  # its keywords
@@ -483,6 +498,7 @@ def compute_loss(
     config: Mapping[str, Any] | None = None,  # the loss's keywords
 ) -> LossOutput:
     """Check and call a loss."""
+    check_targets(loss, config, inp.logprobs.ndim == 2)
     out = check_loss(loss, config)(inp, **(config or {}))
     return out if isinstance(out, LossOutput) else LossOutput(out)
 

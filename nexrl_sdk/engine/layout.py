@@ -63,7 +63,7 @@ class Layout:
     tokens: Tensor  # [U]
     positions: Tensor  # [U]
     rows: PackedRows  # how attention finds each sequence in U
-    pairs: tuple[Tensor, Tensor, Tensor] | None  # (hidden row, target) of each distinct prediction, and which one each of the N is; None: N = U
+    pairs: tuple[Tensor, Tensor, Tensor] | None  # (hidden row, target or targets) of each distinct prediction, and which one each of the N is; None: N = U
 
     @property
     def saved(self) -> float:
@@ -119,6 +119,9 @@ def lay_out(
 
 def _pairs(node_N: np.ndarray, targets_N: np.ndarray, vocab: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct (node, target) pairs, and which of them each token is."""
+    if targets_N.ndim == 2:  # rows of targets
+        rows, which_N = np.unique(np.column_stack([node_N, targets_N]), axis=0, return_inverse=True)
+        return tuple(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (rows[:, 0], rows[:, 1:], which_N.reshape(-1)))  # type: ignore[return-value]
     keys, which_N = np.unique(node_N * vocab + targets_N, return_inverse=True)
     return tuple(torch.from_numpy(x).to(device) for x in (keys // vocab, keys % vocab, which_N))  # type: ignore[return-value]
 
@@ -128,9 +131,16 @@ def split_by_budget(
     token_budget: int,  # tokens of a micro-batch, after sharing; one longer sequence gets its own
     share: bool = True,
 ) -> list[list[int]]:  # indices of each micro-batch's datums
-    """Divide a call into micro-batches."""
+    """Divide a call into micro-batches, each of datums with equally many targets a token."""
     if token_budget < 1:
         raise ConfigError(f"a micro-batch needs a token budget of at least 1, not {token_budget}")
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, d in enumerate(datums):
+        kinds.setdefault(d.targets.shape[1:], []).append(i)
+    return [[members[i] for i in group] for members in kinds.values() for group in _split([datums[i] for i in members], token_budget, share)]
+
+
+def _split(datums: Sequence[Datum], token_budget: int, share: bool) -> list[list[int]]:
     if not share:
         return micro_batches([len(d) for d in datums], token_budget)
     order = sorted_sequences([d.tokens for d in datums])

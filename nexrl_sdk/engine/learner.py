@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algo.losses import ON_VALUES, LossOutput, add_metrics, check_loss, compute_loss, loss_input, mean_metrics, required_fields
+from ..algo.losses import ON_VALUES, LossOutput, add_metrics, check_loss, check_targets, compute_loss, loss_input, mean_metrics, required_fields
 from .adamw import NARROW, AdamW, lr_schedule
 from .layout import Layout, lay_out, layouts, split_by_budget
 from .logprobs import fused_logprobs
@@ -33,7 +33,7 @@ __all__ = ['ForwardOutput', 'check_datums', 'split_config', 'Call', 'Trained', '
 class ForwardOutput:
     """Logprobs and metrics of one call."""
 
-    logprobs: list[np.ndarray]  # one [N] float32 a datum, of its targets, in the order of the datums; a critic's values before them
+    logprobs: list[np.ndarray]  # one [N] or [N, K] float32 a datum, of its targets, in the order of the datums; a critic's values before them
     metrics: dict[str, float] = field(default_factory=dict)  # means over the tokens that count
     loss: float = 0.0  # the sum over all tokens of weight times loss
 
@@ -53,7 +53,7 @@ def check_datums(
             raise DataError(f"datum {i} lacks {missing[0]!r}, which this loss needs at every token (it has {', '.join(d.fields) or 'no fields'})")
         if not 0 < len(d) <= max_length:
             raise DataError(f"datum {i} is empty") if not len(d) else ContextOverflowError(f"datum {i} has {len(d)} tokens, more than the model's context of {max_length}")
-    ids = np.concatenate([x for d in datums for x in (d.tokens, d.targets)])
+    ids = np.concatenate([x.ravel() for d in datums for x in (d.tokens, d.targets)])
     if ids.min() < 0 or ids.max() >= vocab:
         _name_bad_token(datums, vocab)
 
@@ -68,9 +68,9 @@ def _check_fields(datums: Sequence[Datum]) -> None:
 def _name_bad_token(datums: Sequence[Datum], vocab: int) -> None:
     for i, d in enumerate(datums):
         for name, ids in (("token", d.tokens), ("target", d.targets)):
-            bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+            bad = np.argwhere((ids < 0) | (ids >= vocab))
             if len(bad):
-                raise DataError(f"datum {i} has {name} {ids[bad[0]]} at position {bad[0]}, outside the model's vocabulary of {vocab}; was another tokenizer used?")
+                raise DataError(f"datum {i} has {name} {ids[tuple(bad[0])]} at position {bad[0][0]}, outside the model's vocabulary of {vocab}; was another tokenizer used?")
 
 
 def split_config(
@@ -190,7 +190,7 @@ class Trained:
         """Weights and optimizer of one adapter, for this model or another of its base."""
         with self._lock:
             tensors = {_nameless(n, adapter): t for n, t in self._tensors(adapter).items() if "/grad/" not in n}
-            return tensors, {"model_type": self.model.config.model_type, "dtype": str(self.model.dtype)[6:], "adapters": ["adapter"], "base": base_fingerprint(self.model)}
+            return tensors, {"model_type": self.model.config.model_type, "dtype": str(self.model.dtype)[6:], "adapters": ["adapter"], "base": base_fingerprint(self.model), "scale": self.model.scale(adapter)}
 
     def load_state_of(
         self,
@@ -202,11 +202,14 @@ class Trained:
         """Put what `state_of` gave into an adapter, whose gradients go; raises CheckpointError, with nothing changed, where it does not fit."""
         with self._lock:
             mine = {_nameless(n, adapter): t for n, t in self._tensors(adapter).items() if "/grad/" not in n}
-            compare_states(tensors, meta, mine, self)
+            wanted = [n for n in mine if optimizer or n.startswith("adapter/weight/")]
+            compare_states({n: t for n, t in tensors.items() if optimizer or n in wanted}, meta, {n: mine[n] for n in wanted}, self)
+            if meta.get("scale", self.model.scale(adapter)) != self.model.scale(adapter):
+                raise CheckpointError(f"the checkpoint's adapter is scaled by {meta['scale']}, adapter {adapter!r} by {self.model.scale(adapter)} (alpha / rank); make it with the checkpoint's alpha")
             with self.model.lock, torch.no_grad():
                 for name, t in mine.items():
-                    kept = optimizer or name.startswith(("adapter/weight/", "adapter/master/"))
-                    t.copy_(tensors[name]) if kept else t.zero_()
+                    found = _found(name, tensors, optimizer)
+                    t.zero_() if found is None else t.copy_(found)
                 self.model.generation += 1
             self._pending.pop(adapter, None)
 
@@ -253,6 +256,13 @@ class Trained:
 def _nameless(name: str, adapter: str) -> str:
     """A tensor's name without its adapter's."""
     return "adapter/" + name.removeprefix(f"{adapter}/").replace(f".{adapter}.", ".adapter.")
+
+
+def _found(name: str, tensors: Mapping[str, Tensor], optimizer: bool) -> Tensor | None:
+    """What goes into one of an adapter's tensors; None: zeros."""
+    if name.startswith("adapter/master/"):
+        return tensors[name] if name in tensors else tensors[name.replace("/master/", "/weight/", 1)]
+    return tensors[name] if optimizer or name.startswith("adapter/weight/") else None
 
 
 def compare_states(
@@ -359,6 +369,7 @@ class Learner(Trained):
             needed = [f for f in required_fields(loss_fn, config) if f != "weights"]
             if len(datums) or self.model.ranks is None:
                 check_datums(datums, needed, self.model.vocab_size, self.model.max_length)
+            check_targets(loss_fn, config, any(d.targets.ndim == 2 for d in datums))
             if self.model.ranks is not None:
                 _check_fields(datums)
         return Call(loss_fn, config, temperature, [np.zeros(0, np.float32)] * len(datums), ranks=self.model.ranks)

@@ -79,26 +79,26 @@ class _Kept:
         return tile if tile is None or live_R is None else tile[live_R]
 
 
-def _in_tile(targets_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+def _in_tile(targets_RK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """The targets counted from the tile's first column, and which of them lie in it."""
-    local = targets_R - columns.start
+    local = targets_RK - columns.start
     inside = (local >= 0) & (local < columns.stop - columns.start)
     return local.clamp_(0, columns.stop - columns.start - 1), inside
 
 
 class _Running:
-    """Maximum, sum of exponentials, target logit, and sum of exponentials times logits, over the vocabulary so far."""
+    """Maximum, sum of exponentials, target logits, and sum of exponentials times logits, over the vocabulary so far."""
 
-    def __init__(self, count: int, like: Tensor, entropy: bool):
+    def __init__(self, count: int, targets: int, like: Tensor, entropy: bool):
         wide = {"dtype": torch.float64 if like.dtype == torch.float64 else torch.float32, "device": like.device}
         self.top = torch.full((count,), -math.inf, **wide)  # type: ignore[call-overload]
-        self.total, self.target = torch.zeros(count, **wide), torch.zeros(count, **wide)  # type: ignore[call-overload]
+        self.total, self.target = torch.zeros(count, **wide), torch.zeros(count, targets, **wide)  # type: ignore[call-overload]
         self.weighted = torch.zeros(count, **wide) if entropy else None  # type: ignore[call-overload]
 
-    def add(self, rows: slice, columns: slice, logits_RC: Tensor, targets_R: Tensor) -> None:
+    def add(self, rows: slice, columns: slice, logits_RC: Tensor, targets_RK: Tensor) -> None:
         """Take in one tile, which is overwritten."""
-        local, inside = _in_tile(targets_R, columns)
-        self.target[rows] += torch.where(inside, logits_RC.gather(1, local[:, None])[:, 0], 0)
+        local, inside = _in_tile(targets_RK, columns)
+        self.target[rows] += torch.where(inside, logits_RC.gather(1, local), 0)
         top = torch.maximum(self.top[rows], logits_RC.amax(1))
         shrink = (self.top[rows] - top).exp_()
         shrink.nan_to_num_(0.0)  # where all was -inf so far
@@ -111,29 +111,30 @@ class _Running:
         self.top[rows] = top
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logprobs, logsumexp, and entropy, each [N]."""
+        """Logprobs [N, K], logsumexp [N], and entropy [N]."""
         lse = self.top + self.total.log()
-        return self.target - lse, lse, None if self.weighted is None else lse - self.weighted / self.total
+        return self.target - lse[:, None], lse, None if self.weighted is None else lse - self.weighted / self.total
 
 # %% ../../nbs/21_engine.logprobs.ipynb #229108fd
 def _tile_gradient(
     logits_RC: Tensor,  # finished; overwritten
-    targets_R: Tensor,
+    targets_RK: Tensor,
     lse_R: Tensor,
     columns: slice,
-    upstream_R: Tensor,  # gradient by the logprobs
+    upstream_RK: Tensor,  # gradient by the logprobs
+    total_R: Tensor,  # its sum over a row's targets
     entropy: tuple[Tensor, Tensor] | None,  # entropy [R] and the gradient by it [R]
     shape: HeadShape,
 ) -> Tensor:  # gradient by the projection [R, C]
     slope = shape.slope(logits_RC)
     log_p = logits_RC.sub_(lse_R[:, None])
     if entropy is None:
-        grad = log_p.exp_().mul_(-upstream_R[:, None])
+        grad = log_p.exp_().mul_(-total_R[:, None])
     else:
         value_R, by_R = entropy
-        grad = log_p.exp().mul_((log_p + value_R[:, None]).mul_(by_R[:, None]).add_(upstream_R[:, None])).neg_()
-    local, inside = _in_tile(targets_R, columns)
-    grad.scatter_add_(1, local[:, None], torch.where(inside, upstream_R, 0)[:, None])
+        grad = log_p.exp().mul_((log_p + value_R[:, None]).mul_(by_R[:, None]).add_(total_R[:, None])).neg_()
+    local, inside = _in_tile(targets_RK, columns)
+    grad.scatter_add_(1, local, torch.where(inside, upstream_RK, 0))
     return grad.mul_(slope) if isinstance(slope, Tensor) or slope != 1.0 else grad
 
 
@@ -146,13 +147,14 @@ class _Block:
     hidden: Tensor
     targets: Tensor
     lse: Tensor
-    by_logprobs: Tensor
+    by_logprobs: Tensor  # [R, K]
+    total: Tensor  # [R] their sum over K
     entropy: tuple[Tensor, Tensor] | None
 
     @classmethod
     def of(cls, rows: slice, hidden: Tensor, targets: Tensor, lse: Tensor, by_logprobs: Tensor, value: Tensor | None, by_entropy: Tensor | None) -> _Block:
         """Cut a span of rows out, without those whose gradient is zero if they are a tenth or more."""
-        live = by_logprobs[rows] != 0
+        live = (by_logprobs[rows] != 0).any(1)
         if by_entropy is not None:
             live |= by_entropy[rows] != 0
         index = None if int(live.sum()) > 0.9 * len(live) else live.nonzero()[:, 0]
@@ -161,7 +163,8 @@ class _Block:
             return x[rows] if index is None else x[rows][index]
 
         pair = None if value is None or by_entropy is None else (cut(value), cut(by_entropy))
-        return cls(rows, index, cut(hidden), cut(targets), cut(lse), cut(by_logprobs), pair)
+        upstream = cut(by_logprobs)
+        return cls(rows, index, cut(hidden), cut(targets), cut(lse), upstream, upstream.sum(1), pair)
 
 # %% ../../nbs/21_engine.logprobs.ipynb #3f5bd143
 class _Gradients:
@@ -195,8 +198,9 @@ class _Gradients:
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: HeadShape, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        kind = shape.dtype or hidden.dtype
-        cast, running, kept = hidden.to(kind), _Running(len(hidden), hidden, entropy), _Kept(shape.keep if any(ctx.needs_input_grad) else 0)
+        kind, one = shape.dtype or hidden.dtype, targets.ndim == 1
+        targets = targets[:, None] if one else targets
+        cast, running, kept = hidden.to(kind), _Running(len(hidden), targets.shape[1], hidden, entropy), _Kept(shape.keep if any(ctx.needs_input_grad) else 0)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _spans(len(weight), shape.columns):
                 part, part_bias = weight[columns].to(kind), None if bias is None else bias[columns].to(kind)
@@ -207,14 +211,14 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, lse, value)
         ctx.shape, ctx.kept = shape, kept
         ctx.set_materialize_grads(False)
-        return logprobs, value
+        return logprobs[:, 0] if one else logprobs, value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, value = ctx.saved_tensors
         shape: HeadShape = ctx.shape
-        by_logprobs = torch.zeros_like(lse) if by_logprobs is None else by_logprobs
+        by_logprobs = lse.new_zeros(targets.shape) if by_logprobs is None else by_logprobs.reshape(targets.shape)
         kind, found = shape.dtype or hidden.dtype, _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         cast = hidden.to(kind)
         blocks = [_Block.of(rows, cast, targets, lse, by_logprobs, value, by_entropy) for rows in _spans(len(hidden), shape.rows)]
@@ -225,7 +229,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 for b in blocks:
                     raw = ctx.kept.take(b.rows, columns, b.live)
                     logits = shape.logits(F.linear(b.hidden, part, part_bias) if raw is None else raw)
-                    found.add(b, _tile_gradient(logits, b.targets, b.lse, columns, b.by_logprobs, b.entropy, shape), part, parts)
+                    found.add(b, _tile_gradient(logits, b.targets, b.lse, columns, b.by_logprobs, b.total, b.entropy, shape), part, parts)
                 found.store(columns, parts)
         by_hidden = None if found.hidden is None else found.hidden.to(hidden.dtype)
         return by_hidden, found.weight, found.bias, None, None, None
@@ -244,7 +248,7 @@ def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: 
 def fused_logprobs(
     hidden: Tensor,  # [N, D] what the head reads
     weight: Tensor,  # [V, D] the head's; where it needs no gradient none is computed
-    targets: Tensor,  # [N] int64 in [0, V)
+    targets: Tensor,  # [N] or, of several tokens each, [N, K], int64 in [0, V)
     *,
     entropy: bool = False,  # also return the entropy of each distribution
     bias: Tensor | None = None,  # [V]
@@ -254,7 +258,7 @@ def fused_logprobs(
     chunk: int = 2048,  # rows of a tile; where all fit, each slice of the weight's gradient is one product
     block: int | None = None,  # vocabulary entries of a tile; None: what makes a tile of 16 MiB (CPU) or 128 MiB
     keep: int = KEEP,  # bytes of tiles kept for backward; what is beyond them is projected again
-) -> Tensor | tuple[Tensor, Tensor]:  # logprobs [N] in float32 (float64 for float64), and the entropy [N]
+) -> Tensor | tuple[Tensor, Tensor]:  # logprobs, as targets, in float32 (float64 for float64), and the entropy [N]
     """Log-probabilities of target tokens, with gradients, never holding [N, V]."""
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(hidden.dtype, weight.dtype)

@@ -356,6 +356,12 @@ class Adapters(Weights):
             self._switch(self._active)
             self.generation += 1
 
+    def scale(self, name: str) -> float:
+        """What an adapter's product is multiplied by: alpha / rank."""
+        self._check_name(name)
+        config = self.module.peft_config[name]
+        return float(config.lora_alpha) / float(config.r)
+
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; the last one leaves the bare base model, its weights still frozen."""
         self._check_whole("the adapter of a sharded model cannot be removed: load the model without it")

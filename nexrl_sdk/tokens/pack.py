@@ -49,11 +49,11 @@ class Packed:
     """Datums behind each other, without padding."""
 
     tokens: torch.Tensor  # [N] int64
-    targets: torch.Tensor  # [N] int64
+    targets: torch.Tensor  # [N] int64, or [N, K] where each token has K of them
     positions: torch.Tensor  # [N] int64, from 0 in each sequence
     cu_seqlens: torch.Tensor  # [B + 1] int32, where each sequence begins, and N
     seq_ids: torch.Tensor  # [N] int64, which datum
-    fields: dict[str, torch.Tensor]  # each [N] float32
+    fields: dict[str, torch.Tensor]  # each [N] float32, weights as the targets
 
     @property
     def lengths(self) -> list[int]:
@@ -85,6 +85,8 @@ def pack_datums(
     for i, datum in enumerate(datums):
         if datum.fields.keys() != datums[0].fields.keys():
             raise DataError(f"datum {i} has the fields {sorted(datum.fields)}, datum 0 has {sorted(names)}; one call takes datums of equal fields")
+        if datum.targets.shape[1:] != datums[0].targets.shape[1:]:
+            raise DataError(f"datum {i} has targets {list(datum.targets.shape)}, datum 0 has {list(datums[0].targets.shape)}; what is packed together has equally many targets a token")
     lengths = np.fromiter(map(len, datums), dtype=np.int64, count=len(datums))
     ends = np.cumsum(lengths)
     rows = np.repeat(np.arange(len(datums)), lengths)
