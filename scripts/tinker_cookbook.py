@@ -7,6 +7,7 @@ need it, and the version that there is serves the rest; so the cookbook is insta
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,20 +28,22 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def pip(*arguments: str) -> None:
-    """pip, of this interpreter's environment; raises SystemExit with its words where it failed."""
+def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """pip, of this interpreter's environment."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "-c", str(CONSTRAINTS), *arguments]
-    done = subprocess.run(command, text=True, capture_output=True)
-    if done.returncode:
-        raise SystemExit(f"tinker-cookbook could not be installed:\n{done.stderr}")
+    return subprocess.run(command, text=True, capture_output=True)
 
 
 def install() -> str:
-    """Install it and what it needs; returns what happened, in one line."""
+    """Install it and what it needs; returns what happened, in one line. Raises SystemExit where pip failed."""
     if version_of("tinker-cookbook") == VERSION and all(map(version_of, REQUIREMENTS)):
         return f"tinker-cookbook {VERSION} is there"
-    pip(*REQUIREMENTS)
-    pip("--no-deps", f"tinker-cookbook=={VERSION}")
+    for arguments in (tuple(REQUIREMENTS), ("--no-deps", f"tinker-cookbook=={VERSION}")):
+        done = pip(*arguments)
+        if missing := re.search(r"No matching distribution found for (\S+)", done.stderr):
+            return f"tinker-cookbook is left out, and so are its tests: the package index has no {missing[1]} for this machine"
+        if done.returncode:
+            raise SystemExit(f"tinker-cookbook could not be installed:\n{done.stderr}")
     return f"tinker-cookbook {VERSION} is installed"
 
 
