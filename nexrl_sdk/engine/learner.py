@@ -203,7 +203,7 @@ class Trained:
         with self._lock:
             mine = {_nameless(n, adapter): t for n, t in self._tensors(adapter).items() if "/grad/" not in n}
             wanted = [n for n in mine if optimizer or n.startswith("adapter/weight/")]
-            compare_states({n: t for n, t in tensors.items() if optimizer or n in wanted}, meta, {n: mine[n] for n in wanted}, self)
+            compare_states({n: t for n, t in tensors.items() if optimizer or n.startswith("adapter/weight/")}, meta, {n: mine[n] for n in wanted}, self)
             if meta.get("scale", self.model.scale(adapter)) != self.model.scale(adapter):
                 raise CheckpointError(f"the checkpoint's adapter is scaled by {meta['scale']}, adapter {adapter!r} by {self.model.scale(adapter)} (alpha / rank); make it with the checkpoint's alpha")
             with self.model.lock, torch.no_grad():
@@ -440,7 +440,7 @@ class Learner(Trained):
     def _context(self, adapter: str | None, train: bool = False) -> Iterator[None]:
         """The adapter, autocast, and LoRA dropout with a stream of its own."""
         with ExitStack() as stack:
-            stack.enter_context(self.model.adapter(adapter) if self.model.adapters else nullcontext())
+            stack.enter_context(self.model.adapter(adapter) if self.model.adapters or adapter else nullcontext())
             if self.autocast != "none":
                 stack.enter_context(torch.autocast(self.model.device.type, torch.bfloat16))
             if train and adapter is not None:

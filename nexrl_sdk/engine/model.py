@@ -343,11 +343,11 @@ class Adapters(Weights):
             raise ConfigError("a critic's weights are all trained, its new head among them: leave lora out")
         if not name.isidentifier():
             raise ConfigError(f"an adapter is named with letters, digits and underscores, not {name!r}")
-        if name in self.adapters:
-            raise ConfigError(f"there is an adapter {name!r} already; remove_adapter({name!r}) first")
-        if name.startswith("lora_") or any(name in n.split(".") for n, _ in self.base.named_parameters()):
+        if name.startswith("lora_") or any(name in n.split(".lora_")[0].split(".") for n, _ in self.base.named_parameters()):
             raise ConfigError(f"no adapter can be named {name!r}, as a part of the model is; {name + '_1'!r} would do")
         with self.lock, torch.inference_mode(False), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            if name in self.adapters:
+                raise ConfigError(f"there is an adapter {name!r} already; remove_adapter({name!r}) first")
             torch.manual_seed(seed)
             if self.adapters:
                 self.module.add_adapter(name, config)
@@ -365,8 +365,8 @@ class Adapters(Weights):
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; the last one leaves the bare base model, its weights still frozen."""
         self._check_whole("the adapter of a sharded model cannot be removed: load the model without it")
-        self._check_name(name)
         with self.lock:
+            self._check_name(name)
             if len(self.adapters) > 1:
                 self.module.delete_adapter(name)
             else:
@@ -388,8 +388,8 @@ class Adapters(Weights):
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
         """Within it the module computes with this adapter, or with the base weights alone (None)."""
-        self._check_name(name)
         with self.lock:
+            self._check_name(name)
             before = self._active
             if name != before:
                 self._switch(name)
@@ -472,8 +472,8 @@ class EngineModel(Adapters):
         tensors = check_adapter(self, Path(folder))
         config = peft.LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
-        self._attach(name, config, 0)
         with self.lock:
+            self._attach(name, config, 0)
             peft.set_peft_model_state_dict(self.module, tensors, adapter_name=name)
             self.generation += 1
 
@@ -483,8 +483,8 @@ class EngineModel(Adapters):
         name: str,  # of the copy; one that is there already, of the same configuration, is overwritten
     ) -> None:
         """An adapter with the configuration and the present weights of another."""
-        self._check_name(source)
         with self.lock:
+            self._check_name(source)
             if name not in self.adapters:
                 self._attach(name, copy.deepcopy(self.module.peft_config[source]), 0)
             mine, theirs = ({n.replace(f".{a}.", "."): p for n, p in self.parameters(a).items()} for a in (name, source))
