@@ -20,7 +20,7 @@ from .api import ApiBackend, ApiHolder, plain_metrics, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
-from ..types import AdamParams, BackendError, Completion, ConfigError, Datum, Interrupted, SamplingParams, nearest
+from ..types import AdamParams, BackendError, Completion, ConfigError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 
 # %% auto #0
 __all__ = ['U', 'PARALLEL', 'STAY', 'client_package', 'told', 'Later', 'WeaverServiceHolder', 'WeaverBackend']
@@ -43,7 +43,7 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TypeError, LookupError, OSError, httpx.HTTPError) as e:  # its own errors are RuntimeErrors
-        if isinstance(e, BackendError | TimeoutError):
+        if isinstance(e, NexRLError | TimeoutError):
             raise
         said = getattr(e, "message", None)  # without the client's wrapping
         raise BackendError(f"{what} failed: {' '.join(str(said or e).split())[:2000] or type(e).__name__}") from e
@@ -190,18 +190,18 @@ class WeaverServiceHolder(ApiHolder):
 
     # training --------------------------------------------------------------------------------------------------------
 
-    def _datum(self, datum: Datum, loss_fn: str) -> Any:
+    def _datum(self, datum: Datum, inputs: Mapping[str, np.ndarray]) -> Any:
         import torch
 
         types = self._weaver.types
-        inputs = {k: torch.from_numpy(np.array(v)) for k, v in wire_inputs(datum, loss_fn).items()}
-        return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=inputs)
+        return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs={k: torch.from_numpy(np.array(v)) for k, v in inputs.items()})
 
     def submit_forward_backward(self, datums: Sequence[Datum], loss_fn: str, loss_config: Mapping[str, Any] | None = None, *, forward_only: bool = False) -> Later[ForwardOutput]:
         """Send a batch."""
         config = wire_config(datums, loss_fn, loss_config)
+        inputs = [wire_inputs(d, loss_fn) for d in datums]
         with told("sending a batch"), self._lock:
-            data = [self._datum(d, loss_fn) for d in datums]
+            data = [self._datum(d, x) for d, x in zip(datums, inputs)]
             call = self.training.forward if forward_only else self.training.forward_backward
             handle = call(data, loss_fn, loss_fn_config=config or None, wait=False)
         return Later(handle, _forward_output, "a pass over a batch")
