@@ -11,13 +11,14 @@ from nbclient import NotebookClient
 TUTORIALS = Path(__file__).resolve().parents[2] / "nbs" / "tutorials"
 
 
-NEEDS_VLLM = {"03_services": (pytest.mark.vllm, pytest.mark.xdist_group("vllm"))}
+MARKS = {"03_services": (pytest.mark.vllm, pytest.mark.xdist_group("vllm"))}
+NEEDS = {"03_services": "vllm", "04_tinker_server": "tinker"}
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, marks=NEEDS_VLLM.get(p.stem, ()), id=p.stem) for p in sorted(TUTORIALS.glob("*.ipynb"))])
+@pytest.mark.parametrize("path", [pytest.param(p, marks=MARKS.get(p.stem, ()), id=p.stem) for p in sorted(TUTORIALS.glob("*.ipynb"))])
 def test_tutorial(path):
-    if path.stem in NEEDS_VLLM:
-        pytest.importorskip("vllm")
+    if needed := NEEDS.get(path.stem):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
     nb = nbformat.read(path, as_version=4)
     assert sum(c.cell_type == "code" for c in nb.cells) > 5
     NotebookClient(nb, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
