@@ -14,9 +14,9 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,19 +163,25 @@ class Slots:
         self._pins: dict[str, int] = {}
         self._book, self._loading = threading.Lock(), threading.Lock()  # the second is held while weights move
         self._count = itertools.count()
+        self._free: list[str] = []  # adapters that nobody needs: writing over one is far cheaper than making one
 
-    @contextmanager
-    def _new(self, key: str) -> Iterator[str]:
-        """A slot for a key that has none."""
+    def _make_room(self) -> None:
+        """Free the least recently used slots, where there are too many."""
         with self._book:
             spare = [k for k in self._names if not self._pins.get(k)]
-            gone = [self._names.pop(k) for k in spare[: max(0, len(self._names) - self.limit + 1)]]
-        for name in gone:
-            self.model.remove_adapter(name)
-        name = f"s{next(self._count)}"
-        yield name
+            self._free += [self._names.pop(k) for k in spare[: max(0, len(self._names) - self.limit + 1)]]
+        while len(self._free) > 2:
+            self.model.remove_adapter(self._free.pop(0))
+
+    def _new(self, key: str, fill: Callable[[str], Any], like: str | None = None) -> str:
+        """A slot for a key that has none; `like` names an adapter over whose copies it may be written."""
+        self._make_room()
+        at = next((i for i, n in enumerate(self._free) if like is not None and _alike(self.model, n, like)), None)
+        name = f"s{next(self._count)}" if at is None else self._free.pop(at)
+        fill(name)
         with self._book:
             self._names[key] = name
+        return name
 
     def put(
         self,
@@ -185,8 +191,7 @@ class Slots:
         """Keep a copy of an adapter as it is now."""
         with self._loading:
             if key not in self._names:
-                with self._new(key) as name:
-                    self.model.copy_adapter(source, name)
+                self._new(key, lambda name: self.model.copy_adapter(source, name), source)
 
     def acquire(
         self,
@@ -201,10 +206,7 @@ class Slots:
                 return self._names[key]
         try:
             with self._loading:
-                if key not in self._names:
-                    with self._new(key) as name:
-                        self.model.load_adapter(folder, name)
-                return self._names[key]
+                return self._names.get(key) or self._new(key, lambda name: self.model.load_adapter(folder, name))
         except BaseException:
             self.release(key)
             raise
@@ -222,7 +224,22 @@ class Slots:
             with self._book:
                 name = self._names.pop(key, None) if not self._pins.get(key) else None
             if name is not None:
-                self.model.remove_adapter(name)
+                self._free.append(name)
+            self._make_room()
+
+    def empty(self) -> None:
+        """Let everything go that nobody uses."""
+        with self._loading:
+            with self._book:
+                self._free += [self._names.pop(k) for k in list(self._names) if not self._pins.get(k)]
+            while self._free:
+                self.model.remove_adapter(self._free.pop())
+
+
+def _alike(model: EngineModel, one: str, other: str) -> bool:
+    """Whether two adapters have the same shape."""
+    a, b = (model.module.peft_config[n] for n in (one, other))
+    return bool((a.r, a.lora_alpha, set(a.target_modules)) == (b.r, b.lora_alpha, set(b.target_modules)))
 
 # %% ../../nbs/82_serve.hub.ipynb #1220f352
 class Base:
@@ -458,6 +475,10 @@ class Sessions:
                 self._drop_snapshot(sampler)
         session.models.clear()
         session.samplers.clear()
+        with self._lock:
+            idle = all(s.ended for s in self._sessions.values())
+        for base in set(self.bases.values()) if idle else ():
+            base.admit.submit(base.slots.empty)
 
     def _drop_snapshot(self, sampler: SamplerSession) -> None:
         sampler.base.slots.drop(sampler.key or "")
@@ -725,7 +746,7 @@ class Hub(Training):
         def work(op: Op) -> SamplerSession:
             ident = f"{model.session.id}:sample:{sampler_seq}"
             folder = self.store.root / "snapshots" / ident.replace(":", "_")
-            export_hf(model.base.model, None, folder, merge_adapter=False, adapter=model.adapter)
+            model.base.model.save_adapter(folder, model.adapter)
             model.base.slots.put(ident, model.adapter)
             sampler = self._register(SamplerSession(ident, model.session, model.base, ident, folder))
             model.snapshots.append(ident)
