@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,13 +40,13 @@ from .proto import make_datum
 from ..types import AdamParams, Completion, DataError, Datum, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'Number', 'TEN_YEARS', 'GRACE', 'PATIENCE', 'HOLD', 'POLL', 'URLS', 'outer_id',
-           'inner_id', 'split_address', 'address_of', 'uuid_of', 'checkpoint_id', 'read_tensor', 'read_multipart',
-           'Sent', 'read_sent', 'read_loss', 'read_tokens', 'Pass', 'read_pass', 'write_pass', 'Lora', 'CreateModel',
-           'Payload', 'Adam', 'ExportSampler', 'SaveCheckpoint', 'LoadCheckpoint', 'SetTtl', 'ExportHf', 'OpenSampling',
-           'Draw', 'SampleBody', 'LogprobsBody', 'Numbers', 'Operations', 'PassAnswer', 'WeaverTraining',
-           'checkpoint_record', 'is_artifact', 'WeaverCheckpoints', 'artifact_id', 'artifact_record', 'WeaverExports',
-           'drawing', 'weights_of', 'write_samples', 'WeaverSampling', 'WeaverApi']
+__all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'Number', 'TokenId', 'TEN_YEARS', 'GRACE', 'PATIENCE', 'HOLD', 'POLL', 'URLS',
+           'outer_id', 'inner_id', 'split_address', 'address_of', 'uuid_of', 'checkpoint_id', 'read_tensor',
+           'read_multipart', 'Sent', 'read_sent', 'read_loss', 'read_tokens', 'Pass', 'read_pass', 'write_pass', 'Lora',
+           'CreateModel', 'Payload', 'Adam', 'ExportSampler', 'SaveCheckpoint', 'LoadCheckpoint', 'SetTtl', 'ExportHf',
+           'OpenSampling', 'Draw', 'SampleBody', 'LogprobsBody', 'Numbers', 'Operations', 'PassAnswer',
+           'WeaverTraining', 'checkpoint_record', 'is_artifact', 'WeaverCheckpoints', 'artifact_id', 'artifact_record',
+           'WeaverExports', 'drawing', 'weights_of', 'write_samples', 'WeaverSampling', 'WeaverApi']
 
 # %% ../../nbs/83_serve.weaver.ipynb #ef17c8ce
 SCHEME = "weaver://"
@@ -120,7 +120,8 @@ def read_tensor(
     kind = _dtype(dtype, what) if dtype is not None else np.dtype("<f4" if found.dtype.kind == "f" else "<i8")
     if found.dtype.kind not in ("biuf" if kind.kind == "f" or not found.size else "biu"):
         raise DataError(f"{what}: its data are not all {'numbers' if kind.kind == 'f' else 'whole numbers'}")
-    return found.astype(kind)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and the loss says so
+        return found.astype(kind)
 
 # %% ../../nbs/83_serve.weaver.ipynb #93c6a34b
 def _whole(value: Any) -> bool:
@@ -381,6 +382,7 @@ def _logprobs(out: ForwardOutput, masked: Sequence[np.ndarray | None]) -> list[n
 
 # %% ../../nbs/83_serve.weaver.ipynb #c8e6624f
 Number = StrictInt | StrictFloat
+TokenId = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 TEN_YEARS = 10 * 366 * 86400
 
 
@@ -461,16 +463,16 @@ class Draw(Wanted):
     max_tokens: StrictInt | None = Field(None, ge=1)
     temperature: Number = 1.0
     top_p: Number = 1.0
-    top_k: StrictInt = -1
+    top_k: StrictInt = Field(-1, ge=-1, lt=1 << 31)
     stop: StrictStr | list[StrictStr] = Field(default_factory=list)
-    stop_token_ids: list[StrictInt] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     seed: StrictInt | None = None
     sampling_seed: StrictInt | None = None
 
 
 class SampleBody(Wanted):
     prompt: dict[str, Any]
-    sampling_params: Draw = Field(default_factory=lambda: Draw(max_tokens=None))
+    sampling_params: Draw = Field(default_factory=lambda: Draw(max_tokens=None, top_k=-1))
     num_samples: StrictInt = Field(1, ge=1)
     prompt_logprobs: StrictBool = False
     topk_prompt_logprobs: StrictInt = Field(0, ge=0, le=1000)
@@ -581,6 +583,14 @@ class Operations(Door):
         """An error as the client reads it; one that says to come later is a 503."""
         later = error.status == 429
         return self.json({"error": "overloaded" if later else _code(error), "message": str(error)[:8000], "retryable": later, "details": {}}, 503 if later else error.status)
+
+    async def wait(self, op: Op, seconds: float) -> bool:
+        """Whether a call is done, within a time; its error is not looked at here."""
+        if not op.done:
+            future = asyncio.wrap_future(op.future)
+            future.add_done_callback(lambda f: f.cancelled() or f.exception())
+            await asyncio.wait([future], timeout=seconds)
+        return op.done
 
     async def object(self, request: Any) -> Any:
         """A JSON object; ApiError where the body is none."""
@@ -1189,7 +1199,14 @@ class WeaverApi(WeaverSampling):
 
     def routes(self) -> list[Any]:
         """Every call of the protocol."""
-        from starlette.routing import Route
+        from starlette.routing import Match, Route
+
+        class Shared(Route):
+            """A path that another API has too: its clients show their key in a header of their own."""
+
+            def matches(self, scope: Any) -> Any:
+                theirs = any(name == b"x-api-key" for name, _ in scope.get("headers", ()))
+                return (Match.NONE, {}) if theirs else super().matches(scope)
 
         session, model, sampler, checkpoint, artifact = "/sessions/{session}", "/models/{model}", "/sampling-sessions/{sampler}", "/checkpoints/{checkpoint}", "/artifacts/{artifact}"
         calls = [
@@ -1202,8 +1219,8 @@ class WeaverApi(WeaverSampling):
             ("GET", sampler, self.get_sampling), ("DELETE", sampler, self.close_sampling), ("POST", sampler + "/samples", self.samples), ("POST", sampler + "/logprobs", self.logprobs),
             ("GET", "/operations/{operation}", self.operation), ("GET", "/operations/{operation}/tensor-pack", self.tensor_pack), ("GET", "/supported-models", self.supported), ("GET", "/model-catalog", self.supported),
         ]  # fmt: skip
-        known = [Route("/api/v1" + path, self.endpoint(work), methods=[method]) for method, path, work in calls]
-        return [*known, Route("/api/v1/{rest:path}", self.endpoint(self.unknown), methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
+        known = [(Shared if path == session else Route)("/api/v1" + path, self.endpoint(work), methods=[method]) for method, path, work in calls]
+        return [*known, Shared("/api/v1/{rest:path}", self.endpoint(self.unknown), methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
 
     async def unknown(self, request: Any) -> Any:
         """What this server does not have."""

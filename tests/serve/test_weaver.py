@@ -520,7 +520,7 @@ def test_wrong_parameters_are_named(client: Client, server: ApiServer) -> None:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
     sample, session = f"/sampling-sessions/{s.sampling_session_id}/samples", t.session_id
     cases: list[tuple[str, Any, str]] = [
-        *[(sample, {"prompt": prompt, **b}, w) for b, w in (({"num_samples": 0}, "num_samples"), ({"num_samples": 10**9}, "num_samples"), ({"sampling_params": {"temperature": -1}}, "temperature"), ({"sampling_params": {"temperature": 10**400}}, "temperature"), ({"sampling_params": {"top_p": 0}}, "top_p"), ({"sampling_params": {"max_tokens": 0}}, "max_tokens"), ({"sampling_params": {"nonsense": 1}}, "nonsense"), ({"sampling_params": {"seed": 1, "sampling_seed": 2}}, "two seeds"), ({"return_sampling_mask": True}, "return_sampling_mask"), ({"return_old_logprob": True}, "return_old_logprob"), ({"return_moe_topk_indices": True}, "moe"), ({"score_centering": {"head_size": 4}}, "score_centering"), ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs"))],
+        *[(sample, {"prompt": prompt, **b}, w) for b, w in (({"num_samples": 0}, "num_samples"), ({"num_samples": 10**9}, "num_samples"), ({"sampling_params": {"temperature": -1}}, "temperature"), ({"sampling_params": {"temperature": 10**400}}, "temperature"), ({"sampling_params": {"top_p": 0}}, "top_p"), ({"sampling_params": {"max_tokens": 0}}, "max_tokens"), ({"sampling_params": {"nonsense": 1}}, "nonsense"), ({"sampling_params": {"seed": 1, "sampling_seed": 2}}, "two seeds"), ({"return_sampling_mask": True}, "return_sampling_mask"), ({"return_old_logprob": True}, "return_old_logprob"), ({"return_moe_topk_indices": True}, "moe"), ({"score_centering": {"head_size": 4}}, "score_centering"), ({"sampling_params": {"stop_token_ids": [10**30]}}, "stop_token_ids"), ({"sampling_params": {"top_k": 10**30}}, "top_k"), ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs"))],
         (sample, {"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "image"),
         (sample, {"prompt": "text"}, "prompt"),
         (f"/sessions/{session}/models", {"model_seq_id": 9, "base_model": "tiny", "training_mode": "full_ft"}, "full_ft"),
@@ -586,6 +586,19 @@ def test_sessions_models_and_their_records(client: Client, server: ApiServer) ->
     assert e.value.status_code == 404 and "kept" in e.value.message
     assert c.get_model(t.model_id)["status"] == "terminated"
     assert [x.name for x in t.list_checkpoints()] == ["kept"]
+
+
+def test_both_apis_can_be_on_one_port(server: ApiServer) -> None:
+    from starlette.testclient import TestClient
+
+    http = TestClient(create_api_app(_Kept(server.hub), ("weaver", "tinker")))  # type: ignore[arg-type]
+    session = http.post("/api/v1/sessions", json={}).json()["id"]
+    assert http.get(f"/api/v1/sessions/{session}").json()["id"] == session
+    assert http.get("/api/v1/deployments").status_code == 501
+    tinker = {"x-api-key": "tml-local"}
+    other = http.post("/api/v1/create_session", json={}, headers=tinker).json()["session_id"]
+    assert "training_run_ids" in http.get(f"/api/v1/sessions/{other}", headers=tinker).json()
+    assert "billing" in http.get("/api/v1/nonsense", headers=tinker).json()["message"]
 
 
 def test_unnamed_sampling_weights_are_the_newest_few(client: Client, server: ApiServer) -> None:
