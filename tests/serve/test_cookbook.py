@@ -36,7 +36,7 @@ def server(workspace: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def served(workspace: Path, root: Path) -> Iterator[dict[str, str]]:
+def killed_server(workspace: Path, root: Path) -> Iterator[dict[str, str]]:
     """`nexrl serve tinker` in a process that is killed at the end; gives what clients need in their environment."""
     log = root.parent / "server.log"
     command = [sys.executable, "-m", "nexrl_sdk.launch.cli", "serve", "tinker", "--model", f"{NAME}={NAME}", "--root", str(root), "--port", "0"]
@@ -89,7 +89,7 @@ def test_supervised_loop_resumes_on_another_server(workspace: Path, tmp_path: Pa
     """From its checkpoint, after the server was killed, the loop logs what it logged without interruption."""
     options = {"batch_size": 8, "max_steps": 6, "save_every": 2, "learning_rate": 5e-3}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    with served(workspace, tmp_path / "root") as env:
+    with killed_server(workspace, tmp_path / "root") as env:
         run(workspace, env, "sl_loop", whole, **options)
     nll = metrics(whole, "train_mean_nll")
     assert nll[0] == pytest.approx(first_nll(workspace, 8), rel=1e-5) and nll[-1] < 0.7 * nll[0]
@@ -97,8 +97,8 @@ def test_supervised_loop_resumes_on_another_server(workspace: Path, tmp_path: Pa
     kept = (whole / "checkpoints.jsonl").read_text().splitlines()[:2]  # as if the loop had ended after its fourth step
     assert '"batch": 4' in kept[-1]
     (resumed / "checkpoints.jsonl").write_text("\n".join(kept) + "\n")
-    with served(workspace, tmp_path / "root") as env:
-        run(workspace, env, "sl_loop", resumed, **options)
+    with serve("tinker", models={NAME: workspace / NAME}, root=tmp_path / "root") as other:
+        run(workspace, other.env, "sl_loop", resumed, **options)
     assert metrics(resumed, "step") == [4, 5]
     for key in ("train_mean_nll", "grad_norm", "learning_rate", "num_tokens"):
         assert metrics(resumed, key) == metrics(whole, key)[4:], key
