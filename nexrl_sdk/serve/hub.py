@@ -163,6 +163,7 @@ class Slots:
         self._pins: dict[str, int] = {}
         self._book, self._loading = threading.Lock(), threading.Lock()  # the second is held while weights move
         self._count = itertools.count()
+        self._gone: set[str] = set()  # keys that go with their last use
         self._free: list[str] = []  # adapters that nobody needs: writing over one is far cheaper than making one
 
     def _make_room(self) -> None:
@@ -170,14 +171,23 @@ class Slots:
         with self._book:
             spare = [k for k in self._names if not self._pins.get(k)]
             self._free += [self._names.pop(k) for k in spare[: max(0, len(self._names) - self.limit + 1)]]
-        while len(self._free) > 2:
-            self.model.remove_adapter(self._free.pop(0))
+        self._remove(2)
+
+    def _remove(self, keep: int) -> None:
+        """Remove all free adapters but some."""
+        while True:
+            with self._book:
+                name = self._free.pop(0) if len(self._free) > keep else None
+            if name is None:
+                return
+            self.model.remove_adapter(name)
 
     def _new(self, key: str, fill: Callable[[str], Any], like: str | None = None) -> str:
         """A slot for a key that has none; `like` names an adapter over whose copies it may be written."""
         self._make_room()
-        at = next((i for i, n in enumerate(self._free) if like is not None and _alike(self.model, n, like)), None)
-        name = f"s{next(self._count)}" if at is None else self._free.pop(at)
+        with self._book:
+            at = next((i for i, n in enumerate(self._free) if like is not None and _alike(self.model, n, like)), None)
+            name = f"s{next(self._count)}" if at is None else self._free.pop(at)
         fill(name)
         with self._book:
             self._names[key] = name
@@ -217,23 +227,24 @@ class Slots:
             self._pins[key] -= 1
             if not self._pins[key]:
                 del self._pins[key]
+                if key in self._gone and key in self._names:
+                    self._free.append(self._names.pop(key))
+                self._gone.discard(key)
 
     def drop(self, key: str) -> None:
-        """Let weights go that nobody uses."""
-        with self._loading:
-            with self._book:
-                name = self._names.pop(key, None) if not self._pins.get(key) else None
-            if name is not None:
-                self._free.append(name)
-            self._make_room()
+        """Let weights go, as soon as nobody uses them."""
+        with self._book:
+            if self._pins.get(key):
+                self._gone.add(key)
+            elif key in self._names:
+                self._free.append(self._names.pop(key))
 
     def empty(self) -> None:
         """Let everything go that nobody uses."""
         with self._loading:
             with self._book:
                 self._free += [self._names.pop(k) for k in list(self._names) if not self._pins.get(k)]
-            while self._free:
-                self.model.remove_adapter(self._free.pop())
+            self._remove(0)
 
 
 def _alike(model: EngineModel, one: str, other: str) -> bool:
@@ -475,10 +486,6 @@ class Sessions:
                 self._drop_snapshot(sampler)
         session.models.clear()
         session.samplers.clear()
-        with self._lock:
-            idle = all(s.ended for s in self._sessions.values())
-        for base in set(self.bases.values()) if idle else ():
-            base.admit.submit(base.slots.empty)
 
     def _drop_snapshot(self, sampler: SamplerSession) -> None:
         sampler.base.slots.drop(sampler.key or "")
@@ -519,6 +526,9 @@ class Sessions:
             for model in list(session.models.values()):
                 if model.waiting and not model.queued and now - model.heard > self.limits.gap:
                     model.base.line.abandon(model, ApiError(f"call {model.next_seq} of {model.id} never came, and this one waited {self.limits.gap:g} s for it; the server runs calls in the order of their numbers", 400))
+        for base in set(self.bases.values()):
+            if not any(s.base is base for x in sessions if not x.ended for s in x.samplers.values()):
+                base.slots.empty()
         self.ops.sweep()
         self.store.sweep()
 
