@@ -551,7 +551,7 @@ class Steps(Stages):
                 self.stream.load_state_dict(cursor)
             if self._backend is not None:
                 self._backend.zero_grad()
-            self._dirty = not isinstance(error, (Interrupted, Exception))
+            self._dirty = self._dirty or not isinstance(error, (Interrupted, Exception))
         if isinstance(error, KeyboardInterrupt):
             self._stop_event.clear()
 

@@ -210,8 +210,11 @@ class RemoteApiTrainer(BaseTrainer):
         return self._record_update(metrics, began)
 
     def _learn(self, datums: list[Datum], steps: int) -> dict[str, float]:
+        before, self._dirty = self._dirty, steps > 0  # what was broken off behind the first step can only be rewound
         try:
-            return dict(self.service_holder.train(datums, config=self.train_config()).get("metrics", {}))
+            found = dict(self.service_holder.train(datums, config=self.train_config()).get("metrics", {}))
+            self._dirty = before
+            return found
         except NonFiniteError as e:
             if not steps:
                 raise

@@ -224,6 +224,13 @@ def test_a_step_that_breaks_off_says_how_far_it_came():
     with pytest.raises(NonFiniteError, match="1 optimizer steps of this batch had been taken before it"):
         trainer.step()
     assert trainer.step_count == 0
+    with pytest.raises(BackendError, match=r"broken off half-way: call rewind\(0\)"):
+        trainer.step()
+    trainer, _ = recorded(recipe_of("mock"), fail_at=0)
+    with pytest.raises(NonFiniteError, match=r"^the loss is not finite$"):
+        trainer.step()
+    trainer.service_holder.fail_at = None
+    assert trainer.step().step == 1, "nothing was trained before, so the step can be repeated"
     trainer, holder = recorded(recipe_of("mock"))
     trainer._stop_event.set()
     with pytest.raises(Interrupted):
