@@ -182,6 +182,8 @@ def datums_to_tensors(
     datums: Sequence[Datum],
 ) -> dict[str, Tensor]:
     """Datums behind each other, with their lengths; a field that some lack is marked."""
+    if any(d.targets.ndim > 1 for d in datums):
+        raise WireError("a training service takes one target at each position; several are for a local backend, or a training API")
     names = list(dict.fromkeys(n for d in datums for n in d.fields))
     out = {"lengths": torch.tensor([len(d) for d in datums], dtype=torch.int64)}
     out |= {name: torch.as_tensor(np.concatenate([getattr(d, name) for d in datums]) if datums else np.zeros(0, np.int64)) for name in ("tokens", "targets")}

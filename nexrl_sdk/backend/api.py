@@ -346,6 +346,8 @@ class ApiBackend(Backend):
         holder = self._open()
         if not reference:
             return holder.submit_forward_backward(datums, loss_fn, loss_config, forward_only=True).result()
+        if any(d.targets.ndim > 1 for d in datums):
+            raise DataError("the reference scores sequences, which have one target at each position")
         whole = [np.concatenate([d.tokens, d.targets[-1:]]) for d in datums]
         if any((w[1:] != d.targets).any() for w, d in zip(whole, datums)):
             raise DataError("the reference scores sequences, whose targets are their own next tokens")

@@ -512,16 +512,24 @@ def datum_html(
     """What a loss sees: at each position the token that is read, the one that is to come, and the fields."""
     pieces = Pieces(tokenizer)
     fields = list(datum.fields)
-    first = max(0, _first(column(datum.fields["weights"]), len(datum.tokens)) - 2) if "weights" in datum.fields else 0
+    counted = np.asarray(datum.fields["weights"]) if "weights" in datum.fields else None
+    counted = counted if counted is None or counted.ndim == 1 else counted.any(1)
+    first = 0 if counted is None else max(0, _first(column(counted), len(datum.tokens)) - 2)
     first = first if first < len(datum.tokens) else 0
     at = range(first, min(len(datum.tokens), first + limit))
-    rows = [[str(i), _one(pieces, datum.tokens[i]), _one(pieces, datum.targets[i]), *(float(datum.fields[f][i]) for f in fields)] for i in at]
+    rows = [[str(i), _one(pieces, datum.tokens[i]), _one(pieces, datum.targets[i]), *(_few(datum.fields[f][i]) for f in fields)] for i in at]
     head = heading("Datum", muted(count(len(datum.tokens), "position")), muted(f"shown from the first weight, at {first + 2:,}") if first else None)
     return fragment(box(head, table(rows, ["position", "reads", "predicts", *fields], limit=limit), more(len(datum.tokens) - at.stop, "positions")), style=TOKEN_STYLE)
 
 
 def _one(pieces: Pieces, token: Any) -> Html:
-    return tokens_html([int(token)], tokenizer=pieces)
+    """A token, or the first of several targets."""
+    return tokens_html([int(t) for t in np.atleast_1d(token)[:4]], tokenizer=pieces)
+
+
+def _few(value: Any) -> float | str:
+    """A number, or the first of several."""
+    return float(value) if np.ndim(value) == 0 else ", ".join(f"{x:.3g}" for x in value[:4])
 
 
 def _numpy(value: Any) -> np.ndarray | None:
