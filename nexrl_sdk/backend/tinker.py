@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,7 @@ class TinkerServiceHolder(ApiHolder):
         self._tinker, self._lock, self._closed = tinker, threading.RLock(), False
         self._settings = {"rank": lora_rank, "seed": seed, "train_attn": train_attn, "train_mlp": train_mlp, "train_unembed": train_unembed, "user_metadata": dict(user_metadata or {})}
         with told("reaching Tinker's API"):
+            url, api_key = url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")  # the client's own defaults are kept from its first use on
             where = {"base_url": None if url is None else check_url(url), "api_key": check_key(api_key)}
             self._service, self._rest = tinker.ServiceClient(**where), tinker.RestClient(**where)
             self._models = {m.model_name: m for m in self._rest.get_server_capabilities().result().supported_models}

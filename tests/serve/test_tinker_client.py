@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -294,7 +295,7 @@ def test_weights_of_a_sampler_do_not_change(service: Any) -> None:
 
 
 def test_checkpoints_are_listed_renamed_and_removed(server: Any, service: Any) -> None:
-    rest, client = tinker.RestClient(), trained(service, user_metadata={"who": "me"})
+    rest, client = tinker.RestClient(base_url=os.environ["TINKER_BASE_URL"]), trained(service, user_metadata={"who": "me"})
     state = client.save_state("a", ttl_seconds=7200, user_metadata={"k": "v"}).result().path
     sampler = client.save_weights_for_sampler("b").result().path
     found = rest.list_checkpoints(client.model_id).result().checkpoints
@@ -327,7 +328,7 @@ def test_an_exported_model_is_transformers_own(service: Any, model: Path, tmp_pa
 
     client = trained(service)
     path = client.save_weights_external("hf").result().path
-    urls = tinker.RestClient().get_external_weights_urls(path).result().urls
+    urls = tinker.RestClient(base_url=os.environ["TINKER_BASE_URL"]).get_external_weights_urls(path).result().urls
     for name, url in urls.items():
         (tmp_path / name).write_bytes(httpx.get(url).content)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)

@@ -220,7 +220,7 @@ def test_keys_and_browsers(model: Path) -> None:
             assert answer.status_code == status and "tml-secret" not in answer.text
         with tinker.ServiceClient() as client:
             path = client.create_lora_training_client("tiny", rank=2).result().save_weights_external("x").result().path
-        urls = tinker.RestClient().get_external_weights_urls(path).result().urls
+        urls = tinker.RestClient(base_url=os.environ["TINKER_BASE_URL"]).get_external_weights_urls(path).result().urls
         _, url = next(iter(urls.items()))
         assert httpx.get(url).status_code == 200 and httpx.get(url.split("?")[0]).status_code == 401
         assert httpx.get(url.replace("sig=", "sig=0")).status_code == 401
