@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -122,10 +124,11 @@ class WeaverServiceHolder(ApiHolder):
         self._base: Mapping[str, Any] = {}
         where = {"base_url": None if url is None else check_url(url), "api_key": check_key(api_key)}
         with told("reaching Weaver's API"):
-            self._service = weaver.ServiceClient(**where, tensor_transport=tensor_transport)
-            self._service.connect()
+            self._near = urlsplit(where["base_url"] or os.environ.get("WEAVER_BASE_URL", "")).hostname in ("127.0.0.1", "localhost", "::1")
+            self._service = weaver.ServiceClient(**where, tensor_transport=tensor_transport, heartbeat_interval=0.5 if self._near else 30.0)
         try:
             with told("reaching Weaver's API"):
+                self._service.connect()
                 names = self._service.list_supported_models()
             self.base_model = self._choose(base_model, names)
             with told("reaching Weaver's API"):
@@ -312,7 +315,9 @@ class WeaverServiceHolder(ApiHolder):
                 return
             self._closed = True
             self._end_model()
-        threading.Thread(target=_end, args=(self._service,), name="nexrl-weaver-close", daemon=True).start()
+        ending = threading.Thread(target=_end, args=(self._service,), name="nexrl-weaver-close", daemon=True)
+        ending.start()
+        ending.join(2.0 if self._near else 0.0)
 
 
 def _end(service: Any) -> None:

@@ -498,9 +498,18 @@ class Numbers:
 
     next: int = 1  # of the client's
     inner: int = 1  # of the hub's
-    arriving: int = 0  # requests whose bodies are being read
+    arriving: int = 0  # requests that are being read
     known: dict[int, tuple[bytes, Op]] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it, a request is on its way whose number is not known yet."""
+        self.arriving += 1
+        try:
+            yield
+        finally:
+            self.arriving -= 1
 
     async def turn(self, seq: int, digest: bytes) -> Op | None:
         """Wait for a number's turn; the call where it is known already."""
@@ -742,14 +751,10 @@ class WeaverTraining(Operations):
     def _about(self, model: TrainedModel) -> dict[str, Any]:
         return {"id": outer_id(model.id), "session_id": model.session.id, "base_model": model.base.name, "training_mode": "lora", "tokenizer_path": model.base.path, "status": "active", "lora_config": {"rank": model.lora.rank, "seed": model.lora.seed}}
 
-    async def _sent(self, request: Any, numbers: Numbers) -> Sent:
+    async def _sent(self, request: Any) -> Sent:
         """A body of either transport."""
-        numbers.arriving += 1
-        try:
-            body = await self.body(request)
-            return await asyncio.to_thread(read_sent, body, request.headers.get("content-type", ""), self.hub.limits.payload)
-        finally:
-            numbers.arriving -= 1
+        body = await self.body(request)
+        return await asyncio.to_thread(read_sent, body, request.headers.get("content-type", ""), self.hub.limits.payload)
 
     def _payload(self, sent: Sent, model: TrainedModel) -> Payload:
         if not isinstance(sent.value, dict) or sent.value.keys() != {"payload"}:
@@ -770,13 +775,14 @@ class WeaverTraining(Operations):
     async def _pass(self, request: Any, forward_only: bool) -> Any:
         """A batch; one that cannot be read has its turn all the same, so that no step is made without it."""
         model, numbers = self._model(request)
-        sent = await self._sent(request, numbers)
-        payload = self._payload(sent, model)
         problem, batch = None, Pass("cross_entropy", {}, [], [], [])
-        try:
-            batch = await asyncio.to_thread(read_pass, payload.forward_input if forward_only else payload.forward_backward_input, forward_only, sent.pack)
-        except NexRLError as e:
-            problem = e
+        with numbers.reading():
+            sent = await self._sent(request)
+            payload = self._payload(sent, model)
+            try:
+                batch = await asyncio.to_thread(read_pass, payload.forward_input if forward_only else payload.forward_backward_input, forward_only, sent.pack)
+            except NexRLError as e:
+                problem = e
         op = await numbers.turn(payload.seq_id, sent.digest)
         if op is None:
             datums, batch.datums = batch.datums, []
@@ -796,7 +802,8 @@ class WeaverTraining(Operations):
     async def optimizer_step(self, request: Any) -> Any:
         """One step of AdamW."""
         model, numbers = self._model(request)
-        sent = await self._sent(request, numbers)
+        with numbers.reading():
+            sent = await self._sent(request)
         payload = self._payload(sent, model)
         adam = _adam(payload.adam_params or {})
         op = await numbers.turn(payload.seq_id, sent.digest)
@@ -871,7 +878,8 @@ class WeaverCheckpoints(WeaverTraining):
     async def export_sampler(self, request: Any) -> Any:
         """Weights to sample from."""
         model, numbers = self._model(request)
-        sent = await self._sent(request, numbers)
+        with numbers.reading():
+            sent = await self._sent(request)
         wanted = read_fields(ExportSampler, sent.value)
         name = f"sampler-{wanted.seq_id}-{uuid.uuid4().hex[:8]}" if wanted.path is None else _name(wanted.path)
         op = await numbers.turn(wanted.seq_id, sent.digest)

@@ -32,23 +32,27 @@ from nexrl_sdk.types import SamplingParams as Params
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(120)
 Client = Callable[..., Any]
+LEAVING: list[threading.Thread] = []
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with serve("weaver", models={"tiny": tiny("llama")}, root=tmp_path_factory.mktemp("weaver"), dtype="float32") as s:
         yield s
+        for thread in LEAVING:
+            thread.join(10)
 
 
 def connect(url: str, key: str = "sk-local", **more: Any) -> Any:
-    c = weaver.ServiceClient(base_url=url, api_key=key, **more)
+    c = weaver.ServiceClient(base_url=url, api_key=key, heartbeat_interval=1.0, **more)
     c.connect()
     return c
 
 
 def leave(c: Any) -> None:
-    """End a client's models; its own close waits for a thread that sleeps."""
-    threading.Thread(target=c.close, daemon=True).start()
+    """Close a client, which waits for a thread that sleeps, while the next test runs."""
+    LEAVING.append(threading.Thread(target=c.close, daemon=True))
+    LEAVING[-1].start()
 
 
 @pytest.fixture
@@ -431,6 +435,21 @@ def test_calls_run_in_their_order_and_a_lost_number_is_passed_over(client: Clien
     assert [a["status"] for a in answers] == ["done"] * 3
     monkeypatch.setattr(ours, "GRACE", 0.1)
     assert post(server, f"{path}/forward-backward-passes", json=pass_body(t, 6)).json()["status"] == "done"  # 4 and 5 never come
+    read_pass = ours.read_pass
+
+    def slowly(*args: Any) -> Any:
+        if args[0]["data"][0].get("datum_id") == "slow":
+            time.sleep(0.5)  # far more than what a lost number is waited for
+        return read_pass(*args)
+
+    monkeypatch.setattr(ours, "read_pass", slowly)
+    slow = pass_body(t, 7)
+    slow["payload"]["forward_backward_input"]["data"][0]["datum_id"] = "slow"
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, server, f"{path}/forward-backward-passes", json=slow)
+        time.sleep(0.1)
+        second = pool.submit(post, server, f"{path}/optimizer-steps", json=step_body(t, 8))
+        assert [first.result().json()["status"], second.result().json()["status"]] == ["done", "done"]
     late = post(server, f"{path}/forward-backward-passes", json=pass_body(t, 4))
     assert late.status_code == 409 and "order of their numbers" in late.json()["message"]
 
