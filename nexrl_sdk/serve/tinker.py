@@ -36,6 +36,8 @@ TEN_YEARS = 10 * 366 * 86400
 
 
 class Lora(Wanted):
+    """An adapter's settings."""
+
     rank: StrictInt = Field(32, ge=1)
     seed: StrictInt | None = None
     train_unembed: StrictBool = True
@@ -44,10 +46,14 @@ class Lora(Wanted):
 
 
 class AdamWConfig(Wanted):
+    """The optimizer that there is."""
+
     type: Literal["adamw"] = "adamw"
 
 
 class CreateModel(Wanted):
+    """A new model."""
+
     type: Literal["create_model"] = "create_model"
     session_id: StrictStr
     model_seq_id: StrictInt = Field(ge=0)
@@ -58,6 +64,8 @@ class CreateModel(Wanted):
 
 
 class Adam(Wanted):
+    """One step's settings."""
+
     learning_rate: Number = 1e-4
     beta1: Number = 0.9
     beta2: Number = 0.95
@@ -67,6 +75,8 @@ class Adam(Wanted):
 
 # %% ../../nbs/83_serve.tinker.ipynb #a0da7efa
 class OptimStep(Wanted):
+    """An optimizer step."""
+
     type: Literal["optim_step"] = "optim_step"
     model_id: StrictStr
     seq_id: StrictInt
@@ -75,6 +85,8 @@ class OptimStep(Wanted):
 
 
 class Save(Wanted):
+    """Weights to be saved under a name."""
+
     type: str = "save_weights"
     model_id: StrictStr
     path: StrictStr | None = None
@@ -85,11 +97,15 @@ class Save(Wanted):
 
 
 class SaveForSampler(Save):
+    """Weights to be sampled from."""
+
     sampling_session_seq_id: StrictInt | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class Load(Wanted):
+    """A checkpoint to go on from."""
+
     type: Literal["load_weights"] = "load_weights"
     model_id: StrictStr | None = None
     seq_id: StrictInt | None = None
@@ -103,6 +119,8 @@ class Load(Wanted):
 
 
 class OpenSampler(Wanted):
+    """A new sampler."""
+
     type: Literal["create_sampling_session"] = "create_sampling_session"
     session_id: StrictStr
     sampling_session_seq_id: StrictInt
@@ -111,15 +129,21 @@ class OpenSampler(Wanted):
 
 # %% ../../nbs/83_serve.tinker.ipynb #182137f7
 class TokenChunk(Wanted):
+    """Tokens of a prompt."""
+
     type: Literal["encoded_text"] = "encoded_text"
     tokens: list[StrictInt]
 
 
 class Prompt(Wanted):
+    """What is answered."""
+
     chunks: list[TokenChunk]
 
 
 class Draw(Wanted):
+    """How tokens are drawn."""
+
     max_tokens: StrictInt | None = Field(None, ge=1)
     seed: StrictInt | None = None
     stop: StrictStr | list[StrictStr] | list[StrictInt] | None = None
@@ -129,6 +153,8 @@ class Draw(Wanted):
 
 
 class Array(Wanted):
+    """Numbers in JSON, dense or in sparse rows."""
+
     data: list[Number]
     dtype: Literal["float32", "int64"] = "int64"
     shape: list[StrictInt] | None = None
@@ -137,6 +163,8 @@ class Array(Wanted):
 
 
 class Sample(Wanted):
+    """A request for completions."""
+
     type: Literal["sample"] = "sample"
     sampling_session_id: StrictStr
     seq_id: StrictInt

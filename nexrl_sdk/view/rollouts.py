@@ -513,7 +513,8 @@ def datum_html(
     pieces = Pieces(tokenizer)
     fields = list(datum.fields)
     counted = np.asarray(datum.fields["weights"]) if "weights" in datum.fields else None
-    counted = counted if counted is None or counted.ndim == 1 else counted.any(1)
+    if counted is not None and counted.ndim > 1:
+        counted = np.asarray(counted.any(1))
     first = 0 if counted is None else max(0, _first(column(counted), len(datum.tokens)) - 2)
     first = first if first < len(datum.tokens) else 0
     at = range(first, min(len(datum.tokens), first + limit))
