@@ -246,7 +246,20 @@ class WeaverServiceHolder(ApiHolder):
             answer = sampler.sample(prompt=types.ModelInput.from_ints([int(t) for t in prompts[i]]), sampling_params=asked[i], num_samples=n, include_prompt_logprobs=params[i].prompt_logprobs)
             return _completions(answer, params[i], self)
 
-        return self._all(draw, len(prompts), "sampling", stop_flag)
+        try:
+            return self._all(draw, len(prompts), "sampling", stop_flag)
+        except KeyboardInterrupt:
+            self._give_up(sampler)
+            raise
+
+    def _give_up(self, sampler: Any) -> None:
+        """End a sampler with all that it draws, and have another in its place."""
+        with self._lock, contextlib.suppress(Exception):
+            self.service.http.delete(f"/api/v1/sampling-sessions/{sampler.sampling_session_id}")
+            if sampler is self._sampling:
+                self._sampling = self.service.create_sampling_client(model_path=sampler.model_path, base_model=self.base_model)
+            elif sampler is self._base_sampling:
+                self._base_sampling = None
 
     def score(self, sequences: Sequence[Sequence[int]], base: bool = False) -> list[np.ndarray]:
         """Logprob of every token, by the sampling weights or the base model."""

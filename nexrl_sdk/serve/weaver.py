@@ -1164,9 +1164,13 @@ class WeaverSampling(WeaverExports):
         return self._about_sampler(self._sampler(request))
 
     async def close_sampling(self, request: Any) -> Any:
-        """Let a sampler go; what it draws is drawn to its end."""
+        """Let a sampler go, and give up what it draws."""
         sampler = self._sampler(request)
         sampler.session.samplers.pop(sampler.id, None)
+        for op in self.hub.ops.of_session(sampler.session.id):
+            if op.id.startswith(f"{sampler.id}:"):
+                op.stop.set()
+                op.settle(ApiError(f"sampling session {outer_id(sampler.id)} was closed", 410))
         return {"id": outer_id(sampler.id), "status": "deleted"}
 
     async def samples(self, request: Any) -> Any:

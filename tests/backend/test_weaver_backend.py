@@ -170,12 +170,23 @@ def test_states_that_are_no_longer_here_go_from_the_service(server: ApiServer, t
         b.close()
 
 
-def test_a_stop_flag_ends_the_wait(holder: WeaverServiceHolder) -> None:
+@pytest.mark.parametrize("published", [False, True])
+def test_a_stop_flag_ends_the_wait_and_what_is_drawn(published: bool, holder: WeaverServiceHolder, server: ApiServer) -> None:
     flag = threading.Event()
-    flag.set()
+    if published:
+        holder.forward_backward_and_optim_step(datums(), "ppo", adam=ADAM)
+        holder.publish()
+    asked = SamplingParams(max_tokens=3, seed=1)
+    want = holder.sample([[5, 6]], [asked])[0][0].tokens
+    threading.Timer(0.3, flag.set).start()
     with pytest.raises(Interrupted):
-        holder.sample([[5, 6]] * 30, [SamplingParams(max_tokens=200, stop=[999])] * 30, 4, flag)
-    assert len(holder.sample([[5, 6]], [SamplingParams(max_tokens=3)])[0]) == 1
+        while True:  # until the flag is set within a call
+            holder.sample([[5, 6]] * 30, [SamplingParams(max_tokens=200)] * 30, 8, flag)
+    assert holder.sample([[5, 6]], [asked])[0][0].tokens == want
+    deadline = time.monotonic() + 20
+    while server.hub.base("org/tiny").under_way:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_many_prompts_are_answered_in_their_order(holder: WeaverServiceHolder) -> None:
