@@ -20,7 +20,7 @@ from .api import ApiBackend, ApiHolder, plain_metrics, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
-from ..types import AdamParams, BackendError, Completion, ConfigError, Datum, Interrupted, SamplingParams, nearest
+from ..types import AdamParams, BackendError, Completion, ConfigError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 
 # %% auto #0
 __all__ = ['U', 'client_package', 'told', 'Later', 'TinkerServiceHolder', 'future_done', 'TinkerBackend']
@@ -44,7 +44,7 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except (tinker.TinkerError, tinker.RequestFailedError, RetryableException, ValueError, AssertionError, RuntimeError) as e:
-        if isinstance(e, BackendError):
+        if isinstance(e, NexRLError):
             raise
         raise BackendError(f"{what} failed: {_words(e)}") from e
 

@@ -40,7 +40,7 @@ def doors(
     from nexrl_sdk.serve.tinker import TinkerApi
 
     made: list[Door] = []
-    for api in apis:
+    for api in sorted(apis, reverse=True):  # Weaver's routes step aside for Tinker's clients, where they share one
         if api not in APIS:
             raise ConfigError(f"there is no API {api!r}{nearest(api, APIS)}")
         if api == "tinker":

@@ -161,5 +161,7 @@ class Door:
     async def wait(self, op: Op, seconds: float) -> bool:
         """Whether a call is done, within a time."""
         if not op.done:
-            await asyncio.wait([asyncio.wrap_future(op.future)], timeout=seconds)
+            waited = asyncio.wrap_future(op.future)
+            waited.add_done_callback(lambda f: f.cancelled() or f.exception())  # somebody has looked at it
+            await asyncio.wait([waited], timeout=seconds)
         return op.done

@@ -790,14 +790,17 @@ class Hub(Training):
         """A sampler of a base model, or of a checkpoint."""
         session = self.session(session_id)
         ident = f"{session.id}:sample:{seq}"
-        if ident in session.samplers:
-            return session.samplers[ident]
         if source is None:
-            return self._register(SamplerSession(ident, session, self.base(base_model)))
-        if source.kind != "sampler_weights":
+            made = SamplerSession(ident, session, self.base(base_model))
+        elif source.kind != "sampler_weights":
             raise ApiError(f"{source.kind}/{source.name} is not for sampling: save with save_weights_for_sampler, and take that")
-        label = f"{source.run_id}/{source.kind}/{source.name}"
-        return self._register(SamplerSession(ident, session, self.base(source.info["base_model"]), f"{label} {source.time}", source.folder, label))
+        else:
+            label = f"{source.run_id}/{source.kind}/{source.name}"
+            made = SamplerSession(ident, session, self.base(source.info["base_model"]), f"{label} {source.time}", source.folder, label)
+        known = session.samplers.get(ident)
+        if known is not None and (known.base, known.key) != (made.base, made.key):
+            raise ApiError(f"sampler {seq} of this session is there already, and samples from something else", 409)
+        return known or self._register(made)
 
     def sampler(self, sampler_id: Any) -> SamplerSession:
         """A sampler by its id; ApiError where it is gone."""

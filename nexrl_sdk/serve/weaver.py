@@ -40,8 +40,8 @@ from .proto import make_datum
 from ..types import AdamParams, Completion, DataError, Datum, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'Number', 'TokenId', 'TEN_YEARS', 'GRACE', 'PATIENCE', 'HOLD', 'POLL', 'URLS',
-           'outer_id', 'inner_id', 'split_address', 'address_of', 'uuid_of', 'checkpoint_id', 'read_tensor',
+__all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'Number', 'TokenId', 'TEN_YEARS', 'GRACE', 'PATIENCE', 'METRICS', 'HOLD', 'POLL',
+           'URLS', 'outer_id', 'inner_id', 'split_address', 'address_of', 'uuid_of', 'checkpoint_id', 'read_tensor',
            'read_multipart', 'Sent', 'read_sent', 'read_loss', 'read_tokens', 'Pass', 'read_pass', 'write_pass', 'Lora',
            'CreateModel', 'Payload', 'Adam', 'ExportSampler', 'SaveCheckpoint', 'LoadCheckpoint', 'SetTtl', 'ExportHf',
            'OpenSampling', 'Draw', 'SampleBody', 'LogprobsBody', 'Numbers', 'Operations', 'PassAnswer',
@@ -387,6 +387,8 @@ TEN_YEARS = 10 * 366 * 86400
 
 
 class Lora(Wanted):
+    """An adapter's settings."""
+
     rank: StrictInt = Field(32, ge=1)
     seed: StrictInt | None = None
     train_unembed: StrictBool = True
@@ -395,6 +397,8 @@ class Lora(Wanted):
 
 
 class CreateModel(Wanted):
+    """A new model."""
+
     model_seq_id: StrictInt = Field(ge=1)
     base_model: StrictStr
     training_mode: StrictStr = "lora"
@@ -404,6 +408,8 @@ class CreateModel(Wanted):
 
 
 class Payload(Wanted):
+    """A batch."""
+
     model_id: StrictStr
     seq_id: StrictInt = Field(ge=1)
     tensor_transport: StrictStr = "default"
@@ -415,6 +421,8 @@ class Payload(Wanted):
 
 # %% ../../nbs/83_serve.weaver.ipynb #9296bc89
 class Adam(Wanted):
+    """One step's settings."""
+
     learning_rate: Number = 1e-4
     beta1: Number = 0.9
     beta2: Number = 0.95
@@ -424,28 +432,38 @@ class Adam(Wanted):
 
 
 class ExportSampler(Wanted):
+    """Weights to be sampled from."""
+
     seq_id: StrictInt = Field(ge=1)
     path: StrictStr | None = None
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
 
 
 class SaveCheckpoint(Wanted):
+    """What is to be kept."""
+
     type: StrictStr = "weight"
     name: StrictStr | None = None
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
 
 
 class LoadCheckpoint(Wanted):
+    """A checkpoint to go on from."""
+
     path: StrictStr
     include_optimizer: StrictBool = False
 
 
 class SetTtl(Wanted):
+    """Another end of a checkpoint's life."""
+
     path: StrictStr
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
 
 
 class ExportHf(Wanted):
+    """A model to be written for transformers."""
+
     format: StrictStr = "huggingface"
     merge_adapter: StrictBool = False
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
@@ -453,6 +471,8 @@ class ExportHf(Wanted):
 
 # %% ../../nbs/83_serve.weaver.ipynb #78c21312
 class OpenSampling(Wanted):
+    """A new sampler."""
+
     sampling_session_seq_id: StrictInt
     base_model: StrictStr | None = None
     model_path: StrictStr | None = None
@@ -460,6 +480,8 @@ class OpenSampling(Wanted):
 
 
 class Draw(Wanted):
+    """How tokens are drawn."""
+
     max_tokens: StrictInt | None = Field(None, ge=1)
     temperature: Number = 1.0
     top_p: Number = 1.0
@@ -471,6 +493,8 @@ class Draw(Wanted):
 
 
 class SampleBody(Wanted):
+    """A request for completions."""
+
     prompt: dict[str, Any]
     sampling_params: Draw = Field(default_factory=lambda: Draw(max_tokens=None, top_k=-1))
     num_samples: StrictInt = Field(1, ge=1)
@@ -484,6 +508,8 @@ class SampleBody(Wanted):
 
 
 class LogprobsBody(Wanted):
+    """A request for scores."""
+
     prompt: dict[str, Any]
     loss_fn_config: dict[str, Any] = Field(default_factory=dict)
     return_rollout_token_expert: StrictBool = False
@@ -549,6 +575,7 @@ class Numbers:
         return op
 
 # %% ../../nbs/83_serve.weaver.ipynb #7035e848
+METRICS = 16 << 20  # bytes of one session's metrics
 HOLD, POLL = 0.3, 20.0  # seconds that a call, and the question after its result, wait for the result
 _CODES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 409: "conflict", 410: "gone", 413: "payload_too_large", 501: "not_supported", 503: "unavailable"}
 
@@ -592,14 +619,6 @@ class Operations(Door):
         """An error as the client reads it; one that says to come later is a 503."""
         later = error.status == 429
         return self.json({"error": "overloaded" if later else _code(error), "message": str(error)[:8000], "retryable": later, "details": {}}, 503 if later else error.status)
-
-    async def wait(self, op: Op, seconds: float) -> bool:
-        """Whether a call is done, within a time; its error is not looked at here."""
-        if not op.done:
-            future = asyncio.wrap_future(op.future)
-            future.add_done_callback(lambda f: f.cancelled() or f.exception())
-            await asyncio.wait([future], timeout=seconds)
-        return op.done
 
     async def object(self, request: Any) -> Any:
         """A JSON object; ApiError where the body is none."""
@@ -648,6 +667,8 @@ class Operations(Door):
         def write() -> None:
             place.mkdir(exist_ok=True)
             with (place / f"{session.id}.jsonl").open("a", encoding="utf-8") as f:
+                if f.tell() > METRICS:
+                    raise ApiError(f"a session's metrics are kept up to {METRICS >> 20} MB", 413)
                 f.writelines(json.dumps(p) + "\n" for p in points)
 
         await asyncio.to_thread(write)
