@@ -77,7 +77,7 @@ def examples(rng: random.Random) -> tuple[list[dict[str, str]], str]:
     return shot("What is 4 + 5?", "9", sum_), rng.choice(["{}<|im_end|>", "{} and {} and {} and {} and {}"]).replace("{}", str(rng.randint(10, 99)))
 
 
-def warm_start(model: Any, tokenizer: Any, steps: int = 60) -> None:
+def warm_start(model: Any, tokenizer: Any, steps: int = 120) -> None:
     """Teach a model the shape of replies, so that some of them are rewarded."""
     import torch
 
@@ -103,7 +103,7 @@ def make_model(folder: Path, tokenizer: Any) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **ids), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=False, **shape, **ids), dtype=torch.float32)
         warm_start(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
