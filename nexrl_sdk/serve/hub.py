@@ -31,8 +31,8 @@ from .checkpoints import ApiError, Checkpoint, Store
 from ..types import AdamParams, Completion, ConfigError, Datum, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['Limits', 'Op', 'as_error', 'TrainLine', 'Slots', 'Base', 'Session', 'TrainedModel', 'SamplerSession', 'Records',
-           'Ops', 'Sessions', 'Training', 'Hub']
+__all__ = ['CLONE', 'Limits', 'Op', 'as_error', 'TrainLine', 'Slots', 'Base', 'Session', 'TrainedModel', 'SamplerSession',
+           'Records', 'Ops', 'Sessions', 'Training', 'Hub']
 
 # %% ../../nbs/82_serve.hub.ipynb #754276ef
 @dataclass(frozen=True)
@@ -306,6 +306,9 @@ class TrainedModel:
     snapshots: deque[str] = field(default_factory=deque)
 
 
+CLONE = 1_000_000_000  # requests of a client's copy are numbered from its own number times this
+
+
 @dataclass(eq=False)
 class SamplerSession:
     """Weights that a client samples from."""
@@ -317,6 +320,9 @@ class SamplerSession:
     folder: Path | None = None
     checkpoint: str | None = None  # run/kind/name, where they were saved under a name
     clones: int = 0  # of the client, in other processes
+    finished: dict[int, deque[tuple[int, str, bool]]] = field(default_factory=dict)  # by clone: number, call, whether it went well
+    count: int = 0  # calls that have finished
+    wakers: list[Callable[[], Any]] = field(default_factory=list)  # called when one more has
 
 # %% ../../nbs/82_serve.hub.ipynb #dd88d403
 class Records:
@@ -842,8 +848,36 @@ class Hub(Training):
         op, new = self.ops.claim(ident, sampler.session.id)
         op.future.add_done_callback(lambda _: self._left(base))
         if new:
+            op.future.add_done_callback(lambda f: self._finished(sampler, op.id, seq, f.exception() is None))
             base.admit.submit(self._admit, op, sampler, list(prompt), params, n, scores)
         return op
+
+    def _finished(self, sampler: SamplerSession, ident: str, seq: int | str, good: bool) -> None:
+        """Remember that a call has ended, for clients that ask for all of a sampler at once."""
+        with self._lock:
+            sampler.count += 1
+            clone = seq // CLONE if isinstance(seq, int) else 0
+            sampler.finished.setdefault(clone, deque(maxlen=4 * self.limits.requests)).append((sampler.count, ident, good))
+            wakers, sampler.wakers = sampler.wakers, []
+        for wake in wakers:
+            with suppress(RuntimeError):  # its loop has ended
+                wake()
+
+    def finished_after(
+        self,
+        sampler: SamplerSession,
+        clone: int,
+        cursor: int,  # what a client has seen: it is forgotten
+        wake: Callable[[], Any],  # called when there is more, where there is none now
+    ) -> list[tuple[int, str, bool]]:  # number, call, whether it went well
+        """The calls of a sampler that have ended since."""
+        with self._lock:
+            events = sampler.finished.get(clone, deque())
+            while events and events[0][0] <= cursor:
+                events.popleft()
+            if not events:
+                sampler.wakers.append(wake)
+            return list(events)
 
     def _left(self, base: Base) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ from ..types import AdamParams, NexRLError, SamplingParams, nearest
 # %% auto #0
 __all__ = ['Number', 'TEN_YEARS', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'Lora', 'AdamWConfig', 'CreateModel', 'Adam',
            'OptimStep', 'Save', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt', 'Draw', 'Array',
-           'Sample', 'split_path', 'path_of', 'listed', 'drawing', 'scoring', 'TinkerApi']
+           'Sample', 'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing', 'scoring', 'TinkerApi']
 
 # %% ../../nbs/83_serve.tinker.ipynb #c8c7a403
 Number = StrictInt | StrictFloat
@@ -179,6 +180,23 @@ class Sample(Wanted):
     prompt_logprobs_last_n: StrictInt | None = Field(None, ge=1)
     record_stability_info: StrictBool = False
 
+# %% ../../nbs/83_serve.tinker.ipynb #0112e36d
+class SamplerTarget(Wanted):
+    """Whose calls."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: StrictStr
+    cloned_sampler_id: StrictInt = Field(0, ge=0)
+
+
+class Finished(Wanted):
+    """A question after the calls that have ended."""
+
+    target: SamplerTarget
+    prev_cursor: StrictInt = Field(0, ge=0)
+    timeout: Number | None = None  # seconds
+    retrieved_request_ids: list[StrictStr] = Field(default_factory=list)
+
 # %% ../../nbs/83_serve.tinker.ipynb #a40e1f34
 SCHEME = "tinker://"
 
@@ -283,7 +301,7 @@ class TinkerApi(Door):
             ("POST", "/forward_backward", self.forward_backward), ("POST", "/optim_step", self.optim_step), ("POST", "/save_weights", self.save), ("POST", "/save_weights_external", self.save_external),
             ("POST", "/save_weights_for_sampler", self.save_for_sampler), ("POST", "/load_weights", self.load), ("POST", "/weights_info", self.weights_info),
             ("POST", "/create_sampling_session", self.create_sampler), ("POST", "/join_sampling_session", self.join_sampler), ("GET", "/samplers/{sampler}", self.sampler), ("POST", "/asample", self.sample),
-            ("POST", "/retrieve_future", self.retrieve), ("POST", "/cancel_future", self.cancel), ("GET", "/training_runs", self.runs), ("GET", run, self.run), ("GET", run + "/checkpoints", self.checkpoints),
+            ("POST", "/retrieve_future", self.retrieve), ("POST", "/retrieve_futures", self.retrieve_many), ("POST", "/cancel_future", self.cancel), ("GET", "/training_runs", self.runs), ("GET", run, self.run), ("GET", run + "/checkpoints", self.checkpoints),
             ("GET", "/checkpoints", self.all_checkpoints), ("DELETE", checkpoint, self.delete), ("PUT", checkpoint + "/ttl", self.set_ttl), ("GET", checkpoint + "/external_weights_urls", self.urls),
             ("GET", checkpoint + "/files/{file}", self.file),
         ]  # fmt: skip
@@ -292,7 +310,7 @@ class TinkerApi(Door):
 
     async def unknown(self, request: Any) -> Any:
         """What this server does not have."""
-        raise ApiError(f"{request.method} {request.url.path[:200]} is not part of this server: it has no accounts, projects, billing or publishing", 404)
+        raise ApiError(f"{request.method} {request.url.path[:200]} is not part of this server: it has no accounts, projects, billing, publishing or losses that are uploaded", 404)
 
     # clients ---------------------------------------------------------------------------------------------------------
 
@@ -516,6 +534,24 @@ class TinkerApi(Door):
         from starlette.responses import Response
 
         return Response(value, media_type="application/x-protobuf")
+
+    async def retrieve_many(self, request: Any) -> Any:
+        """Which calls of a sampler have ended since a client last asked."""
+        wanted = read_fields(Finished, await self.object(request))
+        for ident in wanted.retrieved_request_ids:
+            if (op := self.hub.ops.get(ident)) is not None:
+                op.told = True
+        sampler = self.hub.sampler(wanted.target.sampling_session_id)
+        loop, more = asyncio.get_running_loop(), asyncio.Event()
+        until = loop.time() + min(POLL, POLL if wanted.timeout is None else float(wanted.timeout))
+        while True:
+            more.clear()
+            found = self.hub.finished_after(sampler, wanted.target.cloned_sampler_id, wanted.prev_cursor, lambda: loop.call_soon_threadsafe(more.set))
+            if found or loop.time() >= until:
+                done = [{"state": "finished" if good else "failed", "request_id": ident} for _, ident, good in found]
+                return {"completions": done, "cursor": found[-1][0] if found else wanted.prev_cursor}
+            with suppress(TimeoutError):
+                await asyncio.wait_for(more.wait(), until - loop.time())
 
     def lost(self, ident: str) -> Any:
         """A call that is not known: samples are asked for again by the client, training is not."""

@@ -336,3 +336,15 @@ def test_an_exported_model_is_transformers_own(service: Any, model: Path, tmp_pa
     out = client.forward(datums(batch, INPUTS["cross_entropy"]), "cross_entropy").result()
     for got, d in zip(out.loss_fn_outputs, batch, strict=True):
         np.testing.assert_allclose(got["logprobs"].to_numpy(), target_logprobs(exported, d).detach().numpy(), atol=2e-4)
+
+
+def test_a_client_that_asks_for_all_its_samples_at_once(model: Path) -> None:
+    """The client's poller of a whole sampler, its copies in other processes, and a sample that fails."""
+    with serve("tinker", models={"tiny": model}, client_config={"sample_use_retrieve_futures": True, "sample_join_sampling_session": True}), tinker.ServiceClient() as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        copy = tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle()) if hasattr(sampler, "get_sampler_handle") else sampler
+        futures = [s.sample(types.ModelInput.from_ints([5, i + 2]), 2, types.SamplingParams(max_tokens=4, seed=i)) for i in range(12) for s in (sampler, copy)]
+        found = [[s.tokens for s in f.result(timeout=60).sequences] for f in futures]
+        assert found[::2] == found[1::2]
+        with pytest.raises(tinker.RequestFailedError, match="token id outside"):
+            sampler.sample(types.ModelInput.from_ints([10_000]), 1, types.SamplingParams(max_tokens=4)).result(timeout=60)
