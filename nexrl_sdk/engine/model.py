@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -349,6 +350,7 @@ class Adapters(Weights):
             if name in self.adapters:
                 raise ConfigError(f"there is an adapter {name!r} already; remove_adapter({name!r}) first")
             torch.manual_seed(seed)
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings=True.*")  # the head's delta is the head's alone here
             if self.adapters:
                 self.module.add_adapter(name, config)
             else:
@@ -367,6 +369,7 @@ class Adapters(Weights):
         self._check_whole("the adapter of a sharded model cannot be removed: load the model without it")
         with self.lock:
             self._check_name(name)
+            warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted.*")  # which is active is set below
             if len(self.adapters) > 1:
                 self.module.delete_adapter(name)
             else:

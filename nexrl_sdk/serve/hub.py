@@ -32,7 +32,7 @@ from ..types import AdamParams, Completion, ConfigError, Datum, NexRLError, Samp
 
 # %% auto #0
 __all__ = ['CLONE', 'Limits', 'Op', 'as_error', 'TrainLine', 'Slots', 'Base', 'Session', 'TrainedModel', 'SamplerSession',
-           'Records', 'Ops', 'Sessions', 'Training', 'Hub']
+           'Records', 'Ops', 'Sessions', 'Training', 'encrypt', 'Hub']
 
 # %% ../../nbs/82_serve.hub.ipynb #754276ef
 @dataclass(frozen=True)
@@ -690,30 +690,31 @@ class Training(Sessions):
         model_id: str,
         seq: int,
         name: str,
-        kind: str = "weights",  # with the optimizer; "sampler_weights": the adapter; "external_weights": the merged model, for transformers
+        kind: str = "weights",  # with the optimizer; "sampler_weights": the adapter; "external_weights": the adapter and the tokenizer, to be fetched
         *,
         ttl: float | None = None,  # seconds
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        recipients: Sequence[str] = (),  # age keys that its files are encrypted to
     ) -> Op:  # -> Checkpoint
         """Save under a name."""
         model = self.model(model_id)
 
         def work(op: Op) -> Checkpoint:
             info = {"base_model": model.base.name, "lora": asdict(model.lora)}
-            return self.store.put(model.id, kind, name, lambda to: self._write(model, kind, to), ttl=ttl, overwrite=overwrite, metadata=metadata, info=info)
+            return self.store.put(model.id, kind, name, lambda to: self._write(model, kind, to, recipients), ttl=ttl, overwrite=overwrite, metadata=metadata, info=info)
 
         return self._call(model, seq, work)
 
-    def _write(self, model: TrainedModel, kind: str, to: Path) -> None:
+    def _write(self, model: TrainedModel, kind: str, to: Path, recipients: Sequence[str] = ()) -> None:
         base = model.base
         if kind == "weights":
             tensors, meta = base.learner.state_of(model.adapter)
             save_checkpoint(to, {"state": tensors}, {"learner": meta})
-        elif kind == "sampler_weights":
-            export_hf(base.model, None, to, merge_adapter=False, adapter=model.adapter)
         else:
-            export_hf(base.model, base.tokenizer, to, adapter=model.adapter)
+            export_hf(base.model, base.tokenizer if kind == "external_weights" else None, to, merge_adapter=False, adapter=model.adapter)
+            if recipients:
+                encrypt(to, recipients)
 
     def _check_state(self, source: Checkpoint) -> None:
         if source.kind != "weights":
@@ -740,6 +741,24 @@ class Training(Sessions):
             return model
 
         return self._call(model, seq, work)
+
+
+def encrypt(
+    folder: Path,  # whose files are replaced by NAME.age
+    recipients: Sequence[str],  # age1... or SSH public keys
+) -> None:
+    """Encrypt the files of a folder with age (filippo.io/age); ApiError where a key is none, or pyrage is not installed."""
+    try:
+        import pyrage
+    except ImportError:
+        raise ApiError("this server cannot encrypt files: install pyrage beside it, or leave age_encryption_recipients out") from None
+    try:
+        keys = [(pyrage.ssh if r.startswith("ssh-") else pyrage.x25519).Recipient.from_str(r) for r in recipients]
+    except Exception as e:  # noqa: BLE001 - pyrage's own classes, one for each kind of key
+        raise ApiError(f"an age recipient is an age1... or SSH public key: {str(e)[:200]}") from None
+    for path in [p for p in folder.iterdir() if p.is_file()]:
+        pyrage.encrypt_file(str(path), f"{path}.age", keys)
+        path.unlink()
 
 
 def _cause(failed: Op) -> str:

@@ -28,8 +28,9 @@ from ..types import AdamParams, NexRLError, SamplingParams, nearest
 
 # %% auto #0
 __all__ = ['Number', 'TEN_YEARS', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'Lora', 'AdamWConfig', 'CreateModel', 'Adam',
-           'OptimStep', 'Save', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt', 'Draw', 'Array',
-           'Sample', 'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing', 'scoring', 'TinkerApi']
+           'OptimStep', 'Save', 'SaveExternal', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt', 'Draw',
+           'Array', 'Sample', 'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing', 'scoring',
+           'TinkerApi']
 
 # %% ../../nbs/83_serve.tinker.ipynb #c8c7a403
 Number = StrictInt | StrictFloat
@@ -95,6 +96,12 @@ class Save(Wanted):
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
     overwrite: StrictBool = False
     user_metadata: dict[str, Any] | None = None
+
+
+class SaveExternal(Save):
+    """An adapter to be fetched."""
+
+    age_encryption_recipients: list[StrictStr] | None = Field(None, max_length=10)
 
 
 class SaveForSampler(Save):
@@ -441,17 +448,19 @@ class TinkerApi(Door):
 
     # state -----------------------------------------------------------------------------------------------------------
 
-    def _save(self, wanted: Save, kind: str) -> Any:
+    def _save(self, wanted: Save, kind: str, **more: Any) -> Any:
         if wanted.path is None:
             raise ApiError("a name to save under is missing: path")
-        op = self.hub.save(wanted.model_id, wanted.seq_id, wanted.path, kind, ttl=wanted.ttl_seconds, overwrite=wanted.overwrite, metadata=wanted.user_metadata)
+        op = self.hub.save(wanted.model_id, wanted.seq_id, wanted.path, kind, ttl=wanted.ttl_seconds, overwrite=wanted.overwrite, metadata=wanted.user_metadata, **more)
         return self.future(op, lambda c: {"path": path_of(c), "type": wanted.type}, model_id=wanted.model_id)
 
     async def save(self, request: Any) -> Any:
         return self._save(read_fields(Save, await self.object(request)), "weights")
 
     async def save_external(self, request: Any) -> Any:
-        return self._save(read_fields(Save, await self.object(request)), "external_weights")
+        """The adapter as peft writes it, with the tokenizer, to be fetched."""
+        wanted = read_fields(SaveExternal, await self.object(request))
+        return self._save(wanted, "external_weights", recipients=wanted.age_encryption_recipients or ())
 
     async def save_for_sampler(self, request: Any) -> Any:
         """Weights to sample from, under a name or for one sampler."""

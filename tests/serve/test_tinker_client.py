@@ -321,21 +321,29 @@ def test_checkpoints_are_listed_renamed_and_removed(server: Any, service: Any) -
     assert len(old.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=2)).result().sequences) == 1
 
 
-def test_an_exported_model_is_transformers_own(service: Any, model: Path, tmp_path: Path) -> None:
-    """Downloaded by the addresses that the client is given, it computes what the server computes."""
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_an_exported_adapter_is_pefts_own(service: Any, model: Path, tmp_path: Path, encrypted: bool) -> None:
+    """Fetched by the addresses that the client is given, it computes what the server computes."""
     import httpx
-    from transformers import AutoModelForCausalLM
 
-    client = trained(service)
-    path = client.save_weights_external("hf").result().path
+    client, key = trained(service), pytest.importorskip("pyrage").x25519.Identity.generate() if encrypted else None
+    path = client.save_weights_external("hf", age_encryption_recipients=None if key is None else [str(key.to_public())]).result().path
     urls = tinker.RestClient(base_url=os.environ["TINKER_BASE_URL"]).get_external_weights_urls(path).result().urls
     for name, url in urls.items():
-        (tmp_path / name).write_bytes(httpx.get(url).content)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    batch = random_batch(6, 2)
+        content = httpx.get(url).content
+        if key is not None:
+            content = pytest.importorskip("pyrage").decrypt(content, [key])
+        (tmp_path / name.removesuffix(".age")).write_bytes(content)
+    assert key is None or all(n.endswith(".age") for n in urls)
+    exported, batch = with_adapter(model, tmp_path), random_batch(6, 2)
     out = client.forward(datums(batch, INPUTS["cross_entropy"]), "cross_entropy").result()
     for got, d in zip(out.loss_fn_outputs, batch, strict=True):
         np.testing.assert_allclose(got["logprobs"].to_numpy(), target_logprobs(exported, d).detach().numpy(), atol=2e-4)
+
+
+def test_recipients_that_are_none(service: Any) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=r"age1|pyrage"):
+        trained(service).save_weights_external("x", age_encryption_recipients=["nobody"]).result()
 
 
 def test_a_client_that_asks_for_all_its_samples_at_once(model: Path) -> None:
