@@ -25,8 +25,8 @@ from ..tokens.render import render_prompt
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, DataError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['API_LOSSES', 'T', 'api_loss_config', 'wire_inputs', 'wire_config', 'read_message', 'Pending', 'ApiHolder',
-           'plain_metrics', 'ApiBackend']
+__all__ = ['API_LOSSES', 'T', 'api_loss_config', 'wire_inputs', 'wire_config', 'read_message', 'check_metadata', 'reach',
+           'Pending', 'ApiHolder', 'plain_metrics', 'ApiBackend']
 
 # %% ../../nbs/36_backend.api.ipynb #ad2111d3
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -114,6 +114,30 @@ def read_message(
 
     content = _CALL.sub(take, text)
     return {"role": "assistant", "content": content.strip() if calls else content, **({"tool_calls": calls} if calls else {})}
+
+# %% ../../nbs/36_backend.api.ipynb #f12b2ee7
+def check_metadata(
+    given: Any,  # what a client keeps with a run
+) -> dict[str, str]:
+    """A mapping of text to text; raises ConfigError where it is none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(x, str) for pair in given.items() for x in pair):
+        raise ConfigError(f"user_metadata is a mapping of text to text, not {str(given)[:100]!r}")
+    return dict(given)
+
+
+def reach(
+    url: str,  # of a training API
+    path: str,  # that answers whoever asks
+) -> None:
+    """Raise BackendError at once where no server answers; the clients try for minutes."""
+    import httpx
+
+    try:
+        httpx.get(url + path, timeout=10.0)
+    except httpx.HTTPError as e:
+        raise BackendError(f"no server answers at {url} ({type(e).__name__}: {e}); start one, or give another address") from None
 
 # %% ../../nbs/36_backend.api.ipynb #358ea92c
 T = TypeVar("T", covariant=True)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .api import ApiBackend, ApiHolder, plain_metrics, wire_config, wire_inputs
+from .api import ApiBackend, ApiHolder, check_metadata, plain_metrics, reach, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
@@ -101,10 +101,12 @@ class TinkerServiceHolder(ApiHolder):
     ):
         tinker = client_package()
         self._tinker, self._lock, self._closed = tinker, threading.RLock(), False
-        self._settings = {"rank": lora_rank, "seed": seed, "train_attn": train_attn, "train_mlp": train_mlp, "train_unembed": train_unembed, "user_metadata": dict(user_metadata or {})}
+        self._settings = {"rank": lora_rank, "seed": seed, "train_attn": train_attn, "train_mlp": train_mlp, "train_unembed": train_unembed, "user_metadata": check_metadata(user_metadata)}
         with told("reaching Tinker's API"):
             url, api_key = url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")  # the client's own defaults are kept from its first use on
             where = {"base_url": None if url is None else check_url(url), "api_key": check_key(api_key)}
+            if where["base_url"] is not None:
+                reach(where["base_url"], "/api/v1/healthz")
             self._service, self._rest = tinker.ServiceClient(**where), tinker.RestClient(**where)
             self._models = {m.model_name: m for m in self._rest.get_server_capabilities().result().supported_models}
         self.base_model = self._choose(base_model)
@@ -154,6 +156,8 @@ class TinkerServiceHolder(ApiHolder):
 
     def _base(self) -> Any:
         with self._lock:
+            if self._closed:
+                raise BackendError("this service holder is closed; make a new one")
             if self._base_sampling is None:
                 with told("making a sampler"):
                     self._base_sampling = self._service.create_sampling_client(base_model=self.base_model).result()

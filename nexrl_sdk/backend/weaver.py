@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from .api import ApiBackend, ApiHolder, plain_metrics, wire_config, wire_inputs
+from .api import ApiBackend, ApiHolder, check_metadata, plain_metrics, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
@@ -117,7 +117,7 @@ class WeaverServiceHolder(ApiHolder):
         weaver = client_package()
         self._weaver, self._lock, self._closed = weaver, threading.RLock(), False
         self._settings = {"rank": lora_rank, "seed": seed, "train_attn": train_attn, "train_mlp": train_mlp, "train_unembed": train_unembed}
-        self._metadata, self._given = dict(user_metadata or {}), tokenizer
+        self._metadata, self._given = check_metadata(user_metadata), tokenizer
         self._training: Any = None
         self._sampling: Any = None
         self._base_sampling: Any = None

@@ -290,7 +290,8 @@ class Weights:
     @property
     def num_parameters(self) -> int:
         """Weights of the base model, tied ones counted once."""
-        return sum(p.numel() for n, p in self.base.named_parameters() if "lora_" not in n)
+        with self.lock:
+            return sum(p.numel() for n, p in self.base.named_parameters() if "lora_" not in n)
 
     @property
     def max_length(self) -> int:
@@ -404,10 +405,11 @@ class Adapters(Weights):
 
     def parameters(self, adapter: str | None = None) -> dict[str, nn.Parameter]:
         """What training changes, by name: an adapter's matrices, or (None) the base model's weights."""
-        self._check_name(adapter)
-        if adapter is not None:
-            return {n: p for n, p in self.base.named_parameters() if f".lora_A.{adapter}." in n or f".lora_B.{adapter}." in n}
-        return {n.replace(".base_layer", ""): p for n, p in self.base.named_parameters() if "lora_" not in n and p.requires_grad}
+        with self.lock:  # adapters come and go
+            self._check_name(adapter)
+            if adapter is not None:
+                return {n: p for n, p in self.base.named_parameters() if f".lora_A.{adapter}." in n or f".lora_B.{adapter}." in n}
+            return {n.replace(".base_layer", ""): p for n, p in self.base.named_parameters() if "lora_" not in n and p.requires_grad}
 
 # %% ../../nbs/20_engine.model.ipynb #67e24132
 def check_adapter(
@@ -420,7 +422,8 @@ def check_adapter(
     if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter: it needs adapter_config.json and adapter_model.safetensors")
     tensors = load_file(folder / "adapter_model.safetensors")
-    modules = dict(model.base.named_modules())
+    with model.lock:
+        modules = dict(model.base.named_modules())
     problems = [f"{k} is more than a low-rank pair (DoRA, a saved module or a bias), which the engine does not know" for k in tensors if ".lora_A." not in k and ".lora_B." not in k]
     for key, value in tensors.items() if not problems else ():
         name = key.removeprefix("base_model.model.").split(".lora_")[0]
@@ -449,10 +452,11 @@ def base_fingerprint(model: Adapters) -> str:
     if model.ranks is not None:
         return model.fingerprint
     digest = hashlib.sha256()
-    for name, p in model.base.named_parameters():
-        if "lora_" not in name:
-            digest.update(f"{name.replace('.base_layer', '')} {tuple(p.shape)} {p.dtype}".encode())
-            digest.update(p.detach().flatten()[:64].double().cpu().numpy().tobytes())
+    with model.lock:  # adapters come and go
+        frozen = [(n, p) for n, p in model.base.named_parameters() if "lora_" not in n]
+    for name, p in frozen:
+        digest.update(f"{name.replace('.base_layer', '')} {tuple(p.shape)} {p.dtype}".encode())
+        digest.update(p.detach().flatten()[:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 # %% ../../nbs/20_engine.model.ipynb #0e578da4
@@ -503,8 +507,9 @@ class EngineModel(Adapters):
         """One adapter's whole matrices on the CPU, by peft's names; of a sharded model every rank asks."""
         import peft
 
-        self._check_name(name)
-        tensors = peft.get_peft_model_state_dict(self.module, adapter_name=name, save_embedding_layers=False)
+        with self.lock:
+            self._check_name(name)
+            tensors = peft.get_peft_model_state_dict(self.module, adapter_name=name, save_embedding_layers=False)
         return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().cpu().contiguous() for k, v in tensors.items()}
 
     def save_adapter(

@@ -44,6 +44,11 @@ class Stops:
         if stop is None:
             return cls(tuple(eos), ())
         items = [stop] if isinstance(stop, str | int) else list(stop)
+        if len(items) > 1000:
+            raise ConfigError(f"at most 1000 strings or tokens can end a completion, not {len(items):,}")
+        wrong = [x for x in items if (not 0 <= x < 1 << 31 if isinstance(x, int | np.integer) else isinstance(x, str) and not x.isascii() and any("\ud800" <= c <= "\udfff" for c in x))]
+        if wrong:
+            raise ConfigError(f"{wrong[0]!r:.60} can end nothing: it is no token id, or no text")
         strings = tuple(x for x in items if isinstance(x, str) and x)
         if len(strings) + sum(isinstance(x, int | np.integer) for x in items) < len(items):
             raise ConfigError(f"stop must be strings that are not empty, or token ids, not {items!r}")

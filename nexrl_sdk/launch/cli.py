@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..types import ConfigError, DataError, EvaluatorError, NexRLError, RunFolderError
+from ..types import BackendError, ConfigError, DataError, EvaluatorError, NexRLError, RunFolderError
 
 # %% auto #0
 __all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'TrainUrl', 'InferenceUrl', 'serve', 'Models', 'Host', 'Port',
@@ -333,7 +334,7 @@ MicroBatch = Annotated[int, typer.Option("--micro-batch-tokens", help="Tokens at
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Load models with code of their own.")]
 Body = Annotated[int, typer.Option("--max-body-mb", help="Largest request, in MiB.", min=1)]
 Sessions = Annotated[int, typer.Option("--max-models", help="Adapters in training at once.", min=1)]
-Silence = Annotated[float, typer.Option("--session-timeout", help="Seconds without a sign of life until a client's session ends.", min=5)]
+Silence = Annotated[float, typer.Option("--session-timeout", help="Seconds without a sign of life until a client's session ends. Clients give one every 10 or 30 seconds.", min=40)]
 Also = Annotated[bool, typer.Option(help="Answer the other API's clients, too, on the same port.")]
 Alias = Annotated[list[str] | None, typer.Option("--loss-alias", help="THEIRS=OURS: compute one loss where clients name another, such as stable_reinforce=importance_sampling. Clients are told.", show_default=False)]
 
@@ -393,6 +394,7 @@ def _serve_apis(apis: list[str], model: list[str] | None, host: str, port: int, 
     if not root.strip():
         raise ConfigError("--root is empty; name the folder that the server writes to, or leave it out for 'api'")
     named = dict(_pair(m, "--model", "tiny=models/tiny") for m in model)
+    _check_place(root, host, port)
     key = check_serving(apis, host, os.environ.get("NEXRL_API_KEY"))
     check_aliases(aliases)
     with _one_interrupt():
@@ -403,6 +405,22 @@ def _serve_apis(apis: list[str], model: list[str] | None, host: str, port: int, 
             _say("ended")
         finally:
             hub.close()
+
+
+def _check_place(root: str, host: str, port: int) -> None:
+    """Find out before models are loaded whether the folder can be written and the port is free."""
+    place = Path(root).expanduser()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--root {root} is no folder that can be written: {e.strerror or e}") from None
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"--root {root} is no folder that can be written")
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as e:
+        raise BackendError(f"the server could not listen on {host}:{port} ({e.strerror or e}); is the port taken?") from None
 
 
 def _welcome(apis: list[str], url: str, key: str | None, models: list[str]) -> str:

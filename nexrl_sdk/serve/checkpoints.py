@@ -14,13 +14,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ..run.store import write_whole
-from ..types import NexRLError, nearest
+from ..run.store import take_lock, write_whole
+from ..types import ConfigError, NexRLError, RunFolderError, nearest
 
 # %% auto #0
-__all__ = ['KINDS', 'ApiError', 'check_name', 'Checkpoint', 'Store']
+__all__ = ['KINDS', 'OLD', 'ApiError', 'check_name', 'Checkpoint', 'Store']
 
 # %% ../../nbs/82_serve.checkpoints.ipynb #e52627e3
 class ApiError(NexRLError):
@@ -70,6 +70,17 @@ class Checkpoint:
         return self.expires_at is not None and self.expires_at <= time.time()
 
 
+OLD = "~old"  # the end of the name of what is being replaced
+
+
+def _hold(root: Path) -> TextIO | None:
+    """Take a folder for this server; ConfigError where another has it."""
+    try:
+        return take_lock(root)
+    except RunFolderError as e:
+        raise ConfigError(f"{root} is another server's folder ({e}); choose another root") from None
+
+
 def _folder(run_id: str) -> str:
     return run_id.replace(":", "_")
 
@@ -92,9 +103,18 @@ class Store:
         self.root = Path(root).expanduser().resolve()
         self._runs = self.root / "runs"
         self._runs.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.RLock()
-        for old in self._runs.glob("*/*/.*"):  # what a killed server was writing
-            shutil.rmtree(old, ignore_errors=True)
+        self._lock, self._held = threading.RLock(), _hold(self.root)
+        for left in self._runs.glob("*/*/.*"):  # by a killed server: what it was writing, and what that would have replaced
+            name = left.name[1:].removesuffix(OLD)
+            if left.name.endswith(OLD) and not (left.parent / name).exists():
+                left.rename(left.parent / name)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        if self._held is not None:
+            self._held.close()
 
     # runs ------------------------------------------------------------------------------------------------------------
 
@@ -117,8 +137,8 @@ class Store:
 
     def runs(self) -> list[dict[str, Any]]:
         """All runs, newest first."""
-        found = [r for p in self._runs.glob("*/run.json") if (r := _read(p)) is not None]
-        return sorted(found, key=lambda r: -float(r.get("created", 0)))
+        found = [r for p in self._runs.glob("*/run.json") if (r := _read(p)) is not None and isinstance(r.get("run_id"), str)]
+        return sorted(found, key=lambda r: -r["created"] if isinstance(r.get("created"), int | float) else 0.0)
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -152,10 +172,11 @@ class Store:
             write_whole(work / "info.json", json.dumps(record))
             with self._lock:
                 self.check_free(run_id, kind, name, overwrite)
+                aside = place.with_name(f".{name}{OLD}")
                 if place.exists():
-                    place.rename(work / "old")
-                    shutil.rmtree(work / "old")
+                    place.rename(aside)
                 work.rename(place)
+            shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return self.find(run_id, kind, name)
@@ -163,7 +184,7 @@ class Store:
     def check_free(self, run_id: Any, kind: Any, name: Any, overwrite: bool = False) -> None:
         """Raise ApiError where a name is taken."""
         place = self._place(run_id, kind, name)
-        if not overwrite and place.exists() and not self._at(place, True):
+        if not overwrite and self._at(place, False) is not None:
             raise ApiError(f"the run has a checkpoint {kind}/{name} already; take another name, delete it first, or save with overwrite", 409)
 
     def _at(self, place: Path, expired: bool) -> Checkpoint | None:
@@ -174,6 +195,9 @@ class Store:
         try:
             found = Checkpoint(folder=place / "data", **record)
         except TypeError:
+            return None
+        whole = isinstance(found.info, dict) and all(isinstance(x, int | float) for x in (found.time, found.expires_at or 0.0, found.size_bytes))
+        if not whole or (found.kind, found.name) != (place.parent.name, place.name):
             return None
         return found if found.expired == expired else None
 
@@ -196,10 +220,12 @@ class Store:
 
     def delete(self, run_id: Any, kind: Any, name: Any) -> None:
         """Remove a checkpoint; ApiError 404 where there is none."""
+        place = self._place(run_id, kind, name)
         with self._lock:
-            found = self.find(run_id, kind, name).folder.parent
-            gone = found.parent / f".{uuid.uuid4().hex}"
-            found.rename(gone)
+            if not place.exists():  # one whose record is damaged can be removed
+                self.find(run_id, kind, name)
+            gone = place.with_name(f".{uuid.uuid4().hex}")
+            place.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def set_ttl(
@@ -219,7 +245,13 @@ class Store:
 
     def sweep(self) -> Sequence[str]:  # what was removed
         """Remove the checkpoints whose time is over."""
-        gone = [p for kind in KINDS for p in self._runs.glob(f"*/{kind}/*") if not p.name.startswith(".") and self._at(p, True) is not None]
-        for path in gone:
-            shutil.rmtree(path, ignore_errors=True)
-        return [f"{p.parent.parent.name}/{p.parent.name}/{p.name}" for p in gone]
+        found = []
+        for path in [p for kind in KINDS for p in self._runs.glob(f"*/{kind}/*") if not p.name.startswith(".")]:
+            with self._lock:  # and look while nobody can save it anew
+                if self._at(path, True) is None:
+                    continue
+                gone = path.with_name(f".{uuid.uuid4().hex}")
+                path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+            found.append(f"{path.parent.parent.name}/{path.parent.name}/{path.name}")
+        return found

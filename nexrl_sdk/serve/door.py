@@ -22,7 +22,7 @@ from .nextrainer import Refused, read_body
 from ..types import NexRLError, nearest
 
 # %% auto #0
-__all__ = ['W', 'Wanted', 'read_fields', 'unpack', 'Door']
+__all__ = ['W', 'JSON_BODY', 'Wanted', 'read_fields', 'unpack', 'unpacked_size', 'read_json', 'Door']
 
 # %% ../../nbs/82_serve.door.ipynb #65f77eb7
 class Wanted(BaseModel):
@@ -72,7 +72,38 @@ def unpack(
         raise ApiError(f"a body may become {limit:,} bytes; this one becomes more", 413)
     return found
 
+# %% ../../nbs/82_serve.door.ipynb #fb9b2e50
+def unpacked_size(
+    body: bytes | bytearray,
+    limit: int,
+) -> int:  # bytes; the limit where the data does not say
+    """What compressed data says that it becomes."""
+    import zstandard
+
+    try:
+        size = int(zstandard.frame_content_size(bytes(body[:64])))
+    except zstandard.ZstdError:
+        return 0  # which is found out when it is unpacked
+    return limit if size < 0 else min(size, limit)
+
 # %% ../../nbs/82_serve.door.ipynb #88842e7b
+JSON_BODY = 32 << 20  # bytes of a JSON body
+
+
+def read_json(
+    body: bytes | bytearray,
+) -> Any:
+    """JSON values; ApiError where there are none, or numbers that JSON does not have (NaN, Infinity)."""
+
+    def no_number(name: str) -> Any:
+        raise ApiError(f"the body is no JSON: {name} is no number", 422)
+
+    try:
+        return json.loads(body or b"{}", parse_constant=no_number)
+    except (ValueError, RecursionError) as e:
+        raise ApiError(f"the body is no JSON: {str(e)[:200]}") from None
+
+
 class Door:
     """One API's requests."""
 
@@ -123,21 +154,38 @@ class Door:
         fits = request.method == "GET" and until.isdecimal() and len(until) < 12 and int(until) >= time.time()
         return fits and hmac.compare_digest(given.encode(), self.sign(request.url.path, int(until)).encode())
 
-    async def body(self, request: Any) -> bytes | bytearray:
-        """The whole body, as it was before it was compressed."""
-        found = await read_body(request, self.max_body)
-        return unpack(found, request.headers.get("content-encoding", "").strip().lower(), self.max_body)
+    async def body(self, request: Any, limit: int | None = None) -> bytes | bytearray:
+        """The whole body, as it was before it was compressed; its bytes are counted until the request is answered."""
+        most = min(self.max_body, limit or self.max_body)
+        announced = request.headers.get("content-length", "")
+        self.reserve(request, min(most, int(announced)) if announced.isdecimal() and len(announced) < 20 else most)
+        found, encoding = await read_body(request, most), request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            self.reserve(request, unpacked_size(found, most))
+            return await asyncio.to_thread(unpack, found, encoding, most)
+        return found
+
+    def reserve(self, request: Any, size: int) -> None:
+        """Count bytes that a request holds; they are given back with its answer."""
+        self.hub.reserve(size)
+        request.state.reserved = getattr(request.state, "reserved", 0) + size
 
     async def object(self, request: Any) -> Any:
         """A JSON body; ApiError where it is none."""
-        found = await self.body(request)
-        try:
-            return json.loads(found or b"{}")
-        except (ValueError, RecursionError) as e:
-            raise ApiError(f"the body is no JSON: {str(e)[:200]}") from None
+        found = await self.body(request, JSON_BODY)
+        return await asyncio.to_thread(read_json, found) if len(found) > 1 << 18 else read_json(found)
+
+    async def json_object(self, request: Any) -> dict[str, Any]:
+        """A JSON object."""
+        found = await self.object(request)
+        if not isinstance(found, dict):
+            raise ApiError(f"the body is a JSON object, not {type(found).__name__}", 422)
+        return found
 
     def endpoint(self, work: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         """What `work` answers: a response or JSON values, or the error that it raised."""
+
+        from starlette.requests import ClientDisconnect
 
         async def answer(request: Any) -> Any:
             try:
@@ -152,9 +200,15 @@ class Door:
                 return response
             except NexRLError as e:
                 return self.error(ApiError(str(e)))
+            except (OverflowError, UnicodeError, RecursionError) as e:
+                return self.error(ApiError(f"a value of the request is out of every range: {str(e)[:200]}", 422))
+            except ClientDisconnect:
+                return self.error(ApiError("the client went away before its request was whole"))
             except Exception as e:  # noqa: BLE001 - a fault is an answer, too
                 self._log.exception("%s failed", request.url.path)
                 return self.error(ApiError(f"the server failed ({type(e).__name__}: {str(e)[:300]}); its log tells more", 400, "server"))
+            finally:
+                self.hub.reserve(-getattr(request.state, "reserved", 0))
 
         return answer
 

@@ -31,8 +31,8 @@ from .checkpoints import ApiError, Checkpoint, Store
 from ..types import AdamParams, Completion, ConfigError, Datum, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['CLONE', 'Limits', 'Op', 'as_error', 'TrainLine', 'Slots', 'Base', 'Session', 'TrainedModel', 'SamplerSession',
-           'Records', 'Ops', 'Sessions', 'Training', 'encrypt', 'Hub']
+__all__ = ['CLONE', 'TOKENS', 'INFO', 'Limits', 'Op', 'as_error', 'TrainLine', 'Slots', 'Base', 'Session', 'TrainedModel',
+           'SamplerSession', 'Records', 'Ops', 'Sessions', 'Training', 'encrypt', 'Hub']
 
 # %% ../../nbs/82_serve.hub.ipynb #754276ef
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Op:
     ):
         self.id, self.session_id, self.size = ident, session_id, size
         self.future: Future[Any] = Future()
+        self.mark: Any = None  # what was asked, to know a repetition from another call of the same number
+        self._lock = threading.Lock()
         self.made, self.ended, self.told = time.monotonic(), 0.0, False  # told: a client has had the answer
         self.stop = threading.Event()  # set: nobody wants the answer any more
         self.encode: Callable[[Any], Any] = lambda value: value  # an API's: the answer as it goes over the wire
@@ -73,17 +75,26 @@ class Op:
 
     def settle(self, value: Any) -> None:
         """Give the answer, or the error."""
-        if self.future.done():
-            return
-        self.ended = time.monotonic()
+        with self._lock:
+            if self.ended:
+                return
+            self.ended = time.monotonic()
         if isinstance(value, BaseException):
             self.future.set_exception(as_error(value))
         else:
             self.future.set_result(value)
 
+    def check(self, mark: Any) -> None:
+        """Raise ApiError where a number is used for a second call."""
+        if self.mark is not None and mark != self.mark:
+            raise ApiError(f"{self.id} is the number of another call, which asked for something else: do two clients use it?", 409)
+        self.mark = mark
+
 
 def as_error(error: BaseException) -> Exception:
     """An error as a client may see it: what a user can cause as it is, a stop as the end of the session."""
+    if isinstance(error, OverflowError | UnicodeError):
+        return ApiError(f"a value is out of every range: {str(error)[:200]}", 422)
     if isinstance(error, Exception):
         return error
     return ApiError(f"the call was stopped: its session has ended ({error})", 410)
@@ -239,6 +250,11 @@ class Slots:
             elif key in self._names:
                 self._free.append(self._names.pop(key))
 
+    def trim(self) -> None:
+        """Remove adapters that were kept for want of time."""
+        with self._loading:
+            self._make_room()
+
     def empty(self) -> None:
         """Let everything go that nobody uses."""
         with self._loading:
@@ -324,6 +340,10 @@ class SamplerSession:
     count: int = 0  # calls that have finished
     wakers: list[Callable[[], Any]] = field(default_factory=list)  # called when one more has
 
+# %% ../../nbs/82_serve.hub.ipynb #4440e8c3
+TOKENS = 1 << 22  # that one request may ask for
+INFO = 1 << 16  # bytes of what a client tells of itself
+
 # %% ../../nbs/82_serve.hub.ipynb #dd88d403
 class Records:
     """Sessions and their samplers on disk."""
@@ -335,18 +355,27 @@ class Records:
 
     def add(self, session_id: str, **event: Any) -> None:
         """Add a line to a session's record."""
-        with self._lock, (self.root / f"{session_id}.jsonl").open("a", encoding="utf-8") as f:
-            f.write(json.dumps(event) + "\n")
+        path = self.root / f"{session_id}.jsonl"
+        with self._lock, path.open("ab") as f:
+            torn = f.tell() > 0 and path.read_bytes()[-1:] != b"\n"  # by a kill
+            f.write(b"\n" * torn + json.dumps(event).encode() + b"\n")
 
     def read(self, session_id: str) -> list[dict[str, Any]]:
         """Its lines; what a kill has torn is left out."""
         path = self.root / f"{session_id}.jsonl"
         lines = []
         with suppress(OSError):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError):
                     lines.append(json.loads(line))
-        return lines
+        return [x for x in lines if isinstance(x, dict)]
+
+    def forget(self, age: float = 30 * 86400.0) -> None:
+        """Remove the records that nobody has added to for a time, in seconds."""
+        for path in self.root.glob("*.jsonl"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > age:
+                    path.unlink()
 
     def ids(self) -> list[str]:
         """All sessions that there were, newest first."""
@@ -414,6 +443,7 @@ class Sessions:
         self.records, self.ops = Records(self.store.root), Ops(self.limits.results)
         self.started, self._lock, self._closed = time.time(), threading.RLock(), threading.Event()
         self._sessions: dict[str, Session] = {}
+        self._bytes = 0  # of requests that are being read
         self._names = itertools.count()
         self.bases: dict[str, Base] = {}
         loaded: dict[str, Base] = {}
@@ -424,8 +454,18 @@ class Sessions:
             self.bases[name] = loaded[str(path)]
         largest = max((b.model for b in loaded.values()), key=lambda m: m.num_parameters)
         torch.set_num_threads(threads_for(largest))
+        self._take_back()
         self._reaper = threading.Thread(target=self._watch, name="nexrl-reaper", daemon=True)
         self._reaper.start()
+
+    def _take_back(self) -> None:
+        """Sessions of a process before this one that have unnamed weights, which go if nobody comes back to them."""
+        self.records.forget()
+        for folder in (self.store.root / "snapshots").glob("*"):
+            try:
+                self.session(folder.name.partition("_sample_")[0])
+            except ApiError:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def base(self, name: Any) -> Base:
         """A base model by its name; ApiError names the nearest."""
@@ -438,6 +478,8 @@ class Sessions:
 
     def open_session(self, kind: str, info: Mapping[str, Any]) -> Session:
         """A new client."""
+        if len(json.dumps(info)) > INFO:
+            raise ApiError(f"what a client tells of itself is at most {INFO >> 10} KB", 413)
         session = Session(str(uuid.uuid4()), kind, dict(info), time.time())
         self.records.add(session.id, event="open", kind=kind, info=dict(info), time=session.created)
         with self._lock:
@@ -461,12 +503,16 @@ class Sessions:
         lines = self.records.read(session_id) if known else []
         if not lines or lines[0].get("event") != "open":
             raise ApiError(f"there is no session {str(session_id)[:200]!r} on this server", 404)
-        session = Session(session_id, lines[0]["kind"], lines[0]["info"], lines[0]["time"], ended=any(x.get("event") == "end" for x in lines))
-        for x in lines:
-            if x.get("event") == "sampler" and x["base"] in self.bases and not session.ended:
-                folder = None if x["key"] is None else self.store.root / x["folder"]
-                session.samplers[x["id"]] = SamplerSession(x["id"], session, self.bases[x["base"]], x["key"], folder, x["checkpoint"])
-        self._sessions[session_id] = session
+        session = Session(session_id, str(lines[0].get("kind")), lines[0].get("info") or {}, float(lines[0].get("time") or 0.0), ended=any(x.get("event") == "end" for x in lines))
+        for x in lines if not session.ended else ():
+            with suppress(KeyError, TypeError, ValueError):  # a line that is damaged is no sampler
+                if x.get("event") == "sampler":
+                    folder = None if x["key"] is None else self.store.root / x["folder"]
+                    session.samplers[x["id"]] = SamplerSession(x["id"], session, self.bases[x["base"]], x["key"], folder, x["checkpoint"])
+                elif x.get("event") == "retired":
+                    session.samplers.pop(x["id"], None)
+        if not session.ended:
+            self._sessions[session_id] = session
         return session
 
     def touch(self, session_id: str) -> None:
@@ -480,20 +526,23 @@ class Sessions:
         session = self.session(session_id)
         with self._lock:
             session.ended = True
-        self.records.add(session.id, event="end", time=time.time())
+            models, samplers = list(session.models.values()), list(session.samplers.values())
+            session.models, session.samplers = {}, {}
+            self.records.add(session.id, event="end", time=time.time())
+            self._sessions.pop(session.id, None)
         gone = ApiError(f"session {session.id} has ended", 410)
-        for model in list(session.models.values()):
+        for model in models:
             self.drop_model(model, gone)
         for op in self.ops.of_session(session.id):
             op.stop.set()
             op.settle(gone)
-        for sampler in session.samplers.values():
-            if sampler.key is not None and sampler.checkpoint is None:
-                self._drop_snapshot(sampler)
-        session.models.clear()
-        session.samplers.clear()
+        for sampler in samplers:
+            self._drop_snapshot(sampler)
 
     def _drop_snapshot(self, sampler: SamplerSession) -> None:
+        """Let unnamed weights go; named ones are a checkpoint."""
+        if sampler.key is None or sampler.checkpoint is not None:
+            return
         sampler.base.slots.drop(sampler.key or "")
         if sampler.folder is not None:
             shutil.rmtree(sampler.folder, ignore_errors=True)
@@ -533,10 +582,17 @@ class Sessions:
                 if model.waiting and not model.queued and now - model.heard > self.limits.gap:
                     model.base.line.abandon(model, ApiError(f"call {model.next_seq} of {model.id} never came, and this one waited {self.limits.gap:g} s for it; the server runs calls in the order of their numbers", 400))
         for base in set(self.bases.values()):
-            if not any(s.base is base for x in sessions if not x.ended for s in x.samplers.values()):
-                base.slots.empty()
+            used = any(s.base is base for x in sessions if not x.ended for s in list(x.samplers.values()))
+            base.slots.trim() if used else base.slots.empty()
         self.ops.sweep()
         self.store.sweep()
+
+    def reserve(self, size: int) -> None:
+        """Count the bytes of a request that is being read; ApiError 429 where there are too many. A negative size gives them back."""
+        with self._lock:
+            if size > 0 and self._bytes and self._bytes + size > self.limits.payload:
+                raise ApiError(f"requests of {self._bytes >> 20} MB are being read; try again later", 429)
+            self._bytes += size
 
     def close(self) -> None:
         """End everything; sessions can go on with a server that is started on the same folder."""
@@ -550,8 +606,9 @@ class Sessions:
                 for op in self.ops.of_session(session.id):
                     op.stop.set()
                     op.settle(gone)
-        for base in {id(b): b for b in self.bases.values()}.values():
+        for base in set(self.bases.values()):
             base.close()
+        self.store.close()
 
 # %% ../../nbs/82_serve.hub.ipynb #94fb5300
 class Training(Sessions):
@@ -578,6 +635,10 @@ class Training(Sessions):
         if lora is None or lora.rank > self.limits.rank:
             raise ApiError(f"a LoRA rank is 1 to {self.limits.rank} on this server, not {lora and lora.rank}")
         model_id = f"{session.id}:train:{seq}"
+        if self.ops.get(f"{model_id}:0") is None and model_id in session.models:
+            raise ApiError(f"this session has a model {seq} already: take another number", 409)
+        if self.ops.get(f"{model_id}:0") is None and self._held() >= self.limits.models:
+            raise ApiError(f"this server trains {self.limits.models} models at most, and so many are held: end sessions that are not needed, or try later", 429)
         op, new = self.ops.claim(f"{model_id}:0", session.id)
         if new:
             config = lora
@@ -585,20 +646,28 @@ class Training(Sessions):
             def work() -> TrainedModel:
                 model = self._made(model_id, session, base, config, metadata or {})
                 if source is not None:
-                    self._load(model, source, optimizer)
+                    try:
+                        self._load(model, source, optimizer)
+                    except BaseException:
+                        self.drop_model(model)
+                        raise
                 return model
 
             base.admit.submit(_run_op, op, work)
         return op
 
-    def _made(self, model_id: str, session: Session, base: Base, lora: LoraConfig, metadata: Mapping[str, Any]) -> TrainedModel:
+    def _held(self) -> int:
         with self._lock:
-            held = sum(len(s.models) for s in self._sessions.values())
-            if held >= self.limits.models:
-                raise ApiError(f"this server trains {self.limits.models} models at most, and so many are held: end sessions that are not needed, or try later")
-            model = TrainedModel(model_id, session, base, f"t{next(self._names)}", lora, dict(metadata))
+            return sum(len(s.models) for s in self._sessions.values())
+
+    def _made(self, model_id: str, session: Session, base: Base, lora: LoraConfig, metadata: Mapping[str, Any]) -> TrainedModel:
+        model = TrainedModel(model_id, session, base, f"t{next(self._names)}", lora, dict(metadata))
         base.model.add_adapter(model.adapter, lora)
-        self.store.add_run(model_id, {"base_model": base.name, "lora": asdict(lora), "metadata": dict(metadata), "session_id": session.id, "kind": session.kind})
+        try:
+            self.store.add_run(model_id, {"base_model": base.name, "lora": asdict(lora), "metadata": dict(metadata), "session_id": session.id, "kind": session.kind})
+        except BaseException:
+            base.model.remove_adapter(model.adapter)
+            raise
         with self._lock:
             session.models[model_id] = model
             ended = session.ended
@@ -780,6 +849,8 @@ class Hub(Training):
 
         def work(op: Op) -> SamplerSession:
             ident = f"{model.session.id}:sample:{sampler_seq}"
+            if ident in model.session.samplers:
+                raise ApiError(f"sampler {sampler_seq} of this session is there already: take another number", 409)
             folder = self.store.root / "snapshots" / ident.replace(":", "_")
             model.base.model.save_adapter(folder, model.adapter)
             model.base.slots.put(ident, model.adapter)
@@ -802,7 +873,12 @@ class Hub(Training):
         folder = None if sampler.folder is None else str(sampler.folder.relative_to(self.store.root))
         self.records.add(sampler.session.id, event="sampler", id=sampler.id, base=sampler.base.name, key=sampler.key, folder=folder, checkpoint=sampler.checkpoint)
         with self._lock:
-            sampler.session.samplers[sampler.id] = sampler
+            ended = sampler.session.ended
+            if not ended:
+                sampler.session.samplers[sampler.id] = sampler
+        if ended:
+            self._drop_snapshot(sampler)
+            raise ApiError(f"session {sampler.session.id} has ended", 410)
         return sampler
 
     def open_sampler(
@@ -854,6 +930,8 @@ class Hub(Training):
         """Completions of a prompt, and what the model thinks of it."""
         sampler = self.sampler(sampler_id)
         base = sampler.base
+        if n * params.max_tokens * max(1, params.top_logprobs) > TOKENS:
+            raise ApiError(f"num_samples x max_tokens (x likeliest tokens) is at most {TOKENS:,} in one request, not {n * params.max_tokens * max(1, params.top_logprobs):,}")
         if not 0 <= n <= self.limits.samples:
             raise ApiError(f"num_samples is 1 to {self.limits.samples} on this server, not {n}")
         ident = f"{sampler.id}:{seq}"

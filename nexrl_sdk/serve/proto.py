@@ -5,6 +5,7 @@
 # %% ../../nbs/82_serve.proto.ipynb #6a0ad114
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -15,8 +16,8 @@ from ..engine.sampler import PromptScores
 from ..types import Completion, DataError, Datum
 
 # %% auto #0
-__all__ = ['MAX_DENSE', 'INPUTS', 'messages', 'tensor', 'token_ids', 'make_datum', 'read_datums', 'loss_config', 'write_forward',
-           'write_sample']
+__all__ = ['MAX_COLUMNS', 'MAX_NUMBERS', 'INPUTS', 'messages', 'tensor', 'token_ids', 'make_datum', 'read_datums', 'loss_config',
+           'write_forward', 'write_sample']
 
 # %% ../../nbs/82_serve.proto.ipynb #3757be40
 _MESSAGES = """
@@ -86,7 +87,7 @@ def messages() -> dict[str, Any]:
 
 # %% ../../nbs/82_serve.proto.ipynb #26e426f1
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
-MAX_DENSE = 1 << 28  # numbers that a sparse tensor may be made into
+MAX_COLUMNS, MAX_NUMBERS = 1024, 1 << 25  # targets of one token; numbers of all tensors of a request
 
 
 def _numbers(data: bytes, dtype: int, what: str) -> np.ndarray:
@@ -104,8 +105,9 @@ def tensor(
 ) -> np.ndarray:
     """A tensor's numbers in its shape; raises DataError."""
     shape = tuple(message.shape)
-    if any(n < 0 for n in shape) or (size := int(np.prod(shape, dtype=object))) > MAX_DENSE:
-        raise DataError(f"{what}: a tensor of shape {list(shape)[:4]} cannot be made")
+    size = math.prod(shape)
+    if any(n < 0 for n in shape) or size > MAX_NUMBERS or any(n > MAX_COLUMNS for n in shape[1:]):
+        raise DataError(f"{what}: a tensor of shape {[str(n)[:20] for n in shape[:4]]} is more than is taken: {MAX_COLUMNS} columns, and {MAX_NUMBERS:,} numbers in one request")
     if message.WhichOneof("encoding") != "sparse_csr":
         found = _numbers(message.dense, message.dtype, what)
         if len(found) != size and shape:
@@ -174,6 +176,9 @@ def read_datums(
     loss_fn: str,
 ) -> list[Datum]:
     """A request's datums; raises DataError saying which and what about it."""
+    total = sum(math.prod(max(0, n) for n in t.shape) if t.shape else len(t.dense) // 4 for d in data for t in d.loss_fn_inputs.values())
+    if total > MAX_NUMBERS:
+        raise DataError(f"the tensors of a request hold at most {MAX_NUMBERS:,} numbers, not {str(total)[:20]}: send smaller parts")
     return [make_datum(token_ids(d.model_input, f"datum {i}"), {k: tensor(t, f"datum {i}, {k}") for k, t in d.loss_fn_inputs.items()}, loss_fn, f"datum {i}") for i, d in enumerate(data)]
 
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -27,13 +27,15 @@ from .proto import loss_config, messages, read_datums, tensor, write_forward, wr
 from ..types import AdamParams, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['Number', 'TEN_YEARS', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'Lora', 'AdamWConfig', 'CreateModel', 'Adam',
-           'OptimStep', 'Save', 'SaveExternal', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt', 'Draw',
-           'Array', 'Sample', 'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing', 'scoring',
-           'TinkerApi']
+__all__ = ['Number', 'Seq', 'Small', 'TEN_YEARS', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'Lora', 'AdamWConfig', 'CreateModel',
+           'Adam', 'OptimStep', 'Save', 'SaveExternal', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt',
+           'Draw', 'Array', 'Sample', 'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing',
+           'scoring', 'TinkerApi']
 
 # %% ../../nbs/83_serve.tinker.ipynb #c8c7a403
 Number = StrictInt | StrictFloat
+Seq = Annotated[StrictInt, Field(ge=0, lt=1 << 50)]  # a client's number of something
+Small = Annotated[StrictInt, Field(ge=-1, lt=1 << 31)]
 TEN_YEARS = 10 * 366 * 86400
 
 
@@ -58,7 +60,7 @@ class CreateModel(Wanted):
 
     type: Literal["create_model"] = "create_model"
     session_id: StrictStr
-    model_seq_id: StrictInt = Field(ge=0)
+    model_seq_id: Seq
     base_model: StrictStr
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
@@ -81,7 +83,7 @@ class OptimStep(Wanted):
 
     type: Literal["optim_step"] = "optim_step"
     model_id: StrictStr
-    seq_id: StrictInt
+    seq_id: Seq
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
@@ -92,7 +94,7 @@ class Save(Wanted):
     type: str = "save_weights"
     model_id: StrictStr
     path: StrictStr | None = None
-    seq_id: StrictInt
+    seq_id: Seq
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
     overwrite: StrictBool = False
     user_metadata: dict[str, Any] | None = None
@@ -107,7 +109,7 @@ class SaveExternal(Save):
 class SaveForSampler(Save):
     """Weights to be sampled from."""
 
-    sampling_session_seq_id: StrictInt | None = None
+    sampling_session_seq_id: Seq | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
@@ -116,9 +118,9 @@ class Load(Wanted):
 
     type: Literal["load_weights"] = "load_weights"
     model_id: StrictStr | None = None
-    seq_id: StrictInt | None = None
+    seq_id: Seq | None = None
     session_id: StrictStr | None = None
-    model_seq_id: StrictInt | None = Field(None, ge=0)
+    model_seq_id: Seq | None = None
     base_model: StrictStr | None = None
     user_metadata: dict[str, Any] | None = None
     path: StrictStr
@@ -131,7 +133,7 @@ class OpenSampler(Wanted):
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     session_id: StrictStr
-    sampling_session_seq_id: StrictInt
+    sampling_session_seq_id: Seq
     base_model: StrictStr | None = None
     model_path: StrictStr | None = None
 
@@ -140,7 +142,7 @@ class TokenChunk(Wanted):
     """Tokens of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[StrictInt]
+    tokens: list[Small]
 
 
 class Prompt(Wanted):
@@ -161,13 +163,13 @@ class Draw(Wanted):
 
 
 class Array(Wanted):
-    """Numbers in JSON, dense or in sparse rows."""
+    """Token ids in JSON, dense or in sparse rows; -1 is none."""
 
-    data: list[Number]
-    dtype: Literal["float32", "int64"] = "int64"
-    shape: list[StrictInt] | None = None
-    sparse_crow_indices: list[StrictInt] | None = None
-    sparse_col_indices: list[StrictInt] | None = None
+    data: list[Small]
+    dtype: Literal["int64"] = "int64"
+    shape: list[Small] | None = None
+    sparse_crow_indices: list[Small] | None = None
+    sparse_col_indices: list[Small] | None = None
 
 
 class Sample(Wanted):
@@ -175,13 +177,13 @@ class Sample(Wanted):
 
     type: Literal["sample"] = "sample"
     sampling_session_id: StrictStr
-    seq_id: StrictInt
+    seq_id: Seq
     num_samples: StrictInt = Field(1, ge=1)
     prompt: Prompt
     sampling_params: Draw
     prompt_logprobs: StrictBool = False
     topk_prompt_logprobs: StrictInt = Field(0, ge=0, le=1000)
-    topk_sample_logprobs: StrictInt = Field(0, ge=0, le=1000)
+    topk_sample_logprobs: StrictInt = Field(0, ge=0, le=100)
     target_prompt_logprobs: Array | None = None
     prompt_alt_tokens_k: StrictInt = Field(0, ge=0, le=1000)
     prompt_logprobs_last_n: StrictInt | None = Field(None, ge=1)
@@ -240,6 +242,8 @@ def drawing(
     """A client's parameters as the engine's."""
     d = wanted.sampling_params
     stop: Any = d.stop
+    if 0 < float(d.temperature) < 1e-3 or 0 < float(d.top_p) < 1e-6:
+        raise ApiError(f"temperature {d.temperature} and top_p {d.top_p}: use a temperature of 0 for the likeliest token")
     return SamplingParams(max_tokens=min(d.max_tokens or room, max(1, room)), temperature=float(d.temperature), top_k=max(0, d.top_k), top_p=float(d.top_p), stop=stop, seed=d.seed, top_logprobs=wanted.topk_sample_logprobs)
 
 
@@ -336,19 +340,17 @@ class TinkerApi(Door):
 
     async def create_session(self, request: Any) -> Any:
         """A client begins."""
-        given = await self.object(request)
-        if not isinstance(given, dict):
-            raise ApiError("the body is a JSON object", 422)
+        given = await self.json_object(request)
         session = self.hub.open_session("tinker", {k: given.get(k) for k in ("tags", "user_metadata", "sdk_version", "display_name") if given.get(k) is not None})
         aliases = "".join(f" The loss {a!r} is computed as {b!r}." for a, b in self.alias.items())
         return {"type": "create_session", "session_id": session.id, "info_message": f"A local server of nexrl_sdk, with {', '.join(self.hub.bases)}.", **({"warning_message": aliases.strip()} if aliases else {})}
 
     async def heartbeat(self, request: Any) -> Any:
-        self.hub.session((await self.object(request)).get("session_id"))
+        self.hub.session((await self.json_object(request)).get("session_id"))
         return {"type": "session_heartbeat"}
 
     async def telemetry(self, request: Any) -> Any:
-        await self.body(request)
+        await self.body(request, 8 << 20)
         return {"status": "accepted"}
 
     async def finish(self, request: Any) -> Any:
@@ -371,8 +373,9 @@ class TinkerApi(Door):
 
     # training --------------------------------------------------------------------------------------------------------
 
-    def future(self, op: Op, encode: Any, **more: Any) -> dict[str, Any]:
-        """The answer to a call that takes time."""
+    def future(self, op: Op, mark: Any, encode: Any, **more: Any) -> dict[str, Any]:
+        """The answer to a call that takes time; `mark` is what was asked, which a repetition asks for again."""
+        op.check(mark)
         op.encode = encode
         return {"request_id": op.id, **more}
 
@@ -387,11 +390,11 @@ class TinkerApi(Door):
         seed = secrets.randbits(31) if given.seed is None else given.seed & (1 << 62) - 1
         lora = LoraConfig(rank=given.rank, seed=seed, train_unembed=given.train_unembed, train_mlp=given.train_mlp, train_attn=given.train_attn)
         op = self.hub.create_model(wanted.session_id, wanted.model_seq_id, wanted.base_model, lora, wanted.user_metadata)
-        return self.future(op, lambda model: {"model_id": model.id, "type": "create_model"}, model_id=op.id.rpartition(":")[0])
+        return self.future(op, wanted, lambda model: {"model_id": model.id, "type": "create_model"}, model_id=op.id.rpartition(":")[0])
 
     async def get_info(self, request: Any) -> Any:
         """What a model is."""
-        given = await self.object(request)
+        given = await self.json_object(request)
         model = self.hub.model(given.get("model_id"))
         data = {"arch": model.base.model.config.model_type, "model_name": model.base.name, "tokenizer_id": model.base.path}
         return {"type": "get_info", "model_id": model.id, "model_name": model.base.name, "model_data": data, "is_lora": True, "lora_rank": model.lora.rank, "optimizer_config": {"type": "adamw"}}
@@ -432,7 +435,8 @@ class TinkerApi(Door):
             return read_datums(given.data, name)
 
         op = self.hub.forward_backward(given.model_id, given.seq_id, datums, name, config, forward_only=given.forward_only, size=len(body))
-        return self.future(op, _forward_answer, model_id=given.model_id)
+        mark = (given.loss_fn, given.forward_only, len(given.data), given.ByteSize())
+        return self.future(op, mark, _forward_answer, model_id=given.model_id)
 
     async def optim_step(self, request: Any) -> Any:
         """One step of AdamW."""
@@ -444,7 +448,7 @@ class TinkerApi(Door):
             return AdamParams(**{k: float(v) for k, v in read_fields(Adam, wanted.adam_params or {}).model_dump().items()})
 
         op = self.hub.optim_step(wanted.model_id, wanted.seq_id, adam)
-        return self.future(op, lambda out: {"metrics": {"grad_norm": out["grad_norm"]}}, model_id=wanted.model_id)
+        return self.future(op, wanted, lambda out: {"metrics": {"grad_norm": out["grad_norm"]}}, model_id=wanted.model_id)
 
     # state -----------------------------------------------------------------------------------------------------------
 
@@ -452,7 +456,7 @@ class TinkerApi(Door):
         if wanted.path is None:
             raise ApiError("a name to save under is missing: path")
         op = self.hub.save(wanted.model_id, wanted.seq_id, wanted.path, kind, ttl=wanted.ttl_seconds, overwrite=wanted.overwrite, metadata=wanted.user_metadata, **more)
-        return self.future(op, lambda c: {"path": path_of(c), "type": wanted.type}, model_id=wanted.model_id)
+        return self.future(op, wanted, lambda c: {"path": path_of(c), "type": wanted.type}, model_id=wanted.model_id)
 
     async def save(self, request: Any) -> Any:
         return self._save(read_fields(Save, await self.object(request)), "weights")
@@ -470,7 +474,7 @@ class TinkerApi(Door):
         if wanted.sampling_session_seq_id is None:
             raise ApiError("save_weights_for_sampler takes a path (a name), or a sampling_session_seq_id")
         op = self.hub.snapshot(wanted.model_id, wanted.seq_id, wanted.sampling_session_seq_id)
-        return self.future(op, lambda s: {"sampling_session_id": s.id, "type": "save_weights_for_sampler"}, model_id=wanted.model_id)
+        return self.future(op, wanted, lambda s: {"sampling_session_id": s.id, "type": "save_weights_for_sampler"}, model_id=wanted.model_id)
 
     async def load(self, request: Any) -> Any:
         """Go on from a checkpoint, with a new model or the one that there is."""
@@ -479,16 +483,18 @@ class TinkerApi(Door):
         if wanted.session_id is not None and wanted.model_seq_id is not None:
             source = self.hub.store.find(*split_path(wanted.path))
             op = self.hub.create_model(wanted.session_id, wanted.model_seq_id, wanted.base_model, None, wanted.user_metadata, source=source, optimizer=wanted.optimizer)
-            return self.future(op, encode, model_id=op.id.rpartition(":")[0])
+            return self.future(op, wanted, encode, model_id=op.id.rpartition(":")[0])
         if wanted.model_id is None or wanted.seq_id is None:
             raise ApiError("load_weights takes a model_id and a seq_id, or a session_id and a model_seq_id")
         op = self.hub.load(wanted.model_id, wanted.seq_id, lambda: self.hub.store.find(*split_path(wanted.path)), wanted.optimizer)
-        return self.future(op, encode, model_id=wanted.model_id)
+        return self.future(op, wanted, encode, model_id=wanted.model_id)
 
     async def weights_info(self, request: Any) -> Any:
         """What a checkpoint is of."""
-        c = self.hub.store.find(*split_path((await self.object(request)).get("tinker_path")))
-        lora = c.info["lora"]
+        c = self.hub.store.find(*split_path((await self.json_object(request)).get("tinker_path")))
+        lora = c.info.get("lora")
+        if not isinstance(lora, dict) or "base_model" not in c.info:
+            raise ApiError(f"the record of {c.kind}/{c.name} is damaged: it does not say what it is of", 404)
         return {"base_model": c.info["base_model"], "is_lora": True, "lora_rank": lora["rank"], "optimizer_config": {"type": "adamw"}, **{k: lora[k] for k in ("train_unembed", "train_mlp", "train_attn")}}
 
     # sampling --------------------------------------------------------------------------------------------------------
@@ -502,7 +508,7 @@ class TinkerApi(Door):
 
     async def join_sampler(self, request: Any) -> Any:
         """A number for a client's copy in another process."""
-        sampler = self.hub.sampler((await self.object(request)).get("sampling_session_id"))
+        sampler = self.hub.sampler((await self.json_object(request)).get("sampling_session_id"))
         return {"client_counter": self.hub.join(sampler)}
 
     async def sampler(self, request: Any) -> Any:
@@ -520,18 +526,20 @@ class TinkerApi(Door):
         params = drawing(wanted, sampler.base.model.max_length - len(prompt))
         op = self.hub.sample(sampler.id, wanted.seq_id, prompt, params, wanted.num_samples, scores=scores)
         encode = lambda out: write_sample(out[0], top=wanted.topk_sample_logprobs, scores=out[1], prompt_logprobs=wanted.prompt_logprobs, target=target)
-        return self.future(op, encode, sample_sequence_ids=[f"{op.id}:{j}" for j in range(wanted.num_samples)])
+        return self.future(op, wanted, encode, sample_sequence_ids=[f"{op.id}:{j}" for j in range(wanted.num_samples)])
 
     # futures ---------------------------------------------------------------------------------------------------------
 
     async def retrieve(self, request: Any) -> Any:
         """The result of a call, or that it is not there yet."""
-        ident = (await self.object(request)).get("request_id")
+        ident = (await self.json_object(request)).get("request_id")
         op = self.hub.ops.get(ident) if isinstance(ident, str) else None
         if op is None:
             return self.lost(str(ident))
         self.hub.touch(op.session_id)
-        if not await self.wait(op, POLL):
+        done = await self.wait(op, POLL)
+        self.hub.touch(op.session_id)
+        if not done:
             return self.json({"type": "try_again", "request_id": op.id, "queue_state": "active"}, 408)
         op.told = True
         error = op.future.exception()
@@ -576,7 +584,7 @@ class TinkerApi(Door):
 
     async def cancel(self, request: Any) -> Any:
         """Nobody wants a sample any more."""
-        ident = (await self.object(request)).get("request_id")
+        ident = (await self.json_object(request)).get("request_id")
         op = self.hub.ops.get(ident) if isinstance(ident, str) else None
         if op is not None and ":sample:" in op.id:
             op.stop.set()
@@ -586,9 +594,10 @@ class TinkerApi(Door):
 
     def _run(self, record: Mapping[str, Any]) -> dict[str, Any]:
         found = self.hub.store.list(record["run_id"])
+        lora = dict(record.get("lora") or {})
         newest = {k: next((listed(c) for c in found if c.kind == k), None) for k in KINDS}
-        times = [float(record["created"]), *(c.time for c in found)]
-        return {"training_run_id": record["run_id"], "base_model": record["base_model"], "model_owner": "local", "is_lora": True, "lora_rank": record["lora"]["rank"], "last_request_time": _when(max(times)),
+        times = [float(record.get("created") or 0.0), *(c.time for c in found)]
+        return {"training_run_id": record["run_id"], "base_model": str(record.get("base_model", "")), "model_owner": "local", "is_lora": True, "lora_rank": lora.get("rank"), "last_request_time": _when(max(times)),
                 "last_checkpoint": newest["weights"], "last_sampler_checkpoint": newest["sampler_weights"], "user_metadata": record.get("metadata") or None}  # fmt: skip
 
     async def runs(self, request: Any) -> Any:
@@ -620,7 +629,7 @@ class TinkerApi(Door):
 
     async def set_ttl(self, request: Any) -> Any:
         """Another end of a checkpoint's life, or none."""
-        ttl = (await self.object(request)).get("ttl_seconds")
+        ttl = (await self.json_object(request)).get("ttl_seconds")
         if ttl is not None and not (isinstance(ttl, int) and not isinstance(ttl, bool) and 1 <= ttl <= TEN_YEARS):
             raise ApiError(f"ttl_seconds is a number of seconds up to ten years, or null, not {str(ttl)[:40]!r}")
         self.hub.store.set_ttl(*self._named(request), ttl)
@@ -665,7 +674,7 @@ def _page(request: Any) -> tuple[int, int]:
     values = []
     for name, default, most in (("offset", 0, 1 << 31), ("limit", 20, 1000)):
         text = request.query_params.get(name, str(default))
-        if not text.isdecimal() or int(text[:12]) > most:
+        if not (text.isascii() and text.isdecimal()) or len(text) > 12 or int(text) > most:
             raise ApiError(f"{name} is a number up to {most}, not {text[:40]!r}", 422)
         values.append(int(text))
     return values[0], values[1]

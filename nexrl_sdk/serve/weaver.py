@@ -34,10 +34,10 @@ from ..engine.learner import ForwardOutput
 from ..engine.model import LoraConfig
 from ..engine.sampler import PromptScores, end_of_sequence
 from .checkpoints import ApiError, Checkpoint
-from .door import Door, Wanted, read_fields
+from .door import Door, Wanted, read_fields, read_json
 from .hub import Base, Hub, Op, SamplerSession, Session, TrainedModel
 from .proto import make_datum
-from ..types import AdamParams, Completion, DataError, Datum, NexRLError, SamplingParams, nearest
+from ..types import AdamParams, Completion, DataError, Datum, NexRLError, SamplingParams, is_number, nearest
 
 # %% auto #0
 __all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'Number', 'TokenId', 'TEN_YEARS', 'GRACE', 'PATIENCE', 'METRICS', 'HOLD', 'POLL',
@@ -191,16 +191,14 @@ class Sent:
 
 
 def _json(data: bytes | bytearray | memoryview) -> Any:
-    try:
-        return json.loads(bytes(data) or b"{}")
-    except (ValueError, RecursionError) as e:
-        raise ApiError(f"the body is no JSON: {str(e)[:200]}") from None
+    return read_json(bytes(data))
 
 
 def read_sent(
     body: bytes | bytearray,
     content_type: str,
     limit: int,  # bytes that a pack may become
+    room: Callable[[int], None] = lambda size: None,  # told how many, before they are there
 ) -> Sent:
     """A body of either transport; ApiError where it is damaged."""
     if not content_type.lower().startswith("multipart/form-data"):
@@ -211,11 +209,11 @@ def read_sent(
     manifest = _json(parts["manifest"])
     if not isinstance(manifest, dict) or manifest.get("version") != 1:
         raise ApiError("the manifest is an object of version 1")
-    pack = _checked_pack(parts["tensor_pack"], manifest.get("tensor_pack"), limit)
+    pack = _checked_pack(parts["tensor_pack"], manifest.get("tensor_pack"), limit, room)
     return Sent(manifest.get("request"), hashlib.sha256(parts["manifest"]).digest(), len(body) + len(pack), pack)
 
 
-def _checked_pack(data: memoryview, about: Any, limit: int) -> bytes | memoryview:
+def _checked_pack(data: memoryview, about: Any, limit: int, room: Callable[[int], None]) -> bytes | memoryview:
     """The pack as it was before it was compressed."""
     if not isinstance(about, dict) or about.get("size_bytes") != len(data):
         raise ApiError(f"the tensor pack has {len(data)} bytes; its manifest says {str(about.get('size_bytes') if isinstance(about, dict) else about)[:40]}")
@@ -228,7 +226,10 @@ def _checked_pack(data: memoryview, about: Any, limit: int) -> bytes | memoryvie
         raise ApiError(f"a tensor pack may become {limit:,} bytes; this one becomes {size:,}", 413)
     if codec == "raw" and size != len(data):
         raise ApiError(f"a raw tensor pack of {len(data)} bytes cannot become {size}")
-    return data if codec == "raw" else _unzstd(data, size)
+    if codec == "raw":
+        return data
+    room(size)
+    return _unzstd(data, size)
 
 # %% ../../nbs/83_serve.weaver.ipynb #19b63a3e
 CUSTOM = ("forward_logprob", "surrogate")
@@ -399,7 +400,7 @@ class Lora(Wanted):
 class CreateModel(Wanted):
     """A new model."""
 
-    model_seq_id: StrictInt = Field(ge=1)
+    model_seq_id: StrictInt = Field(ge=1, lt=1 << 50)
     base_model: StrictStr
     training_mode: StrictStr = "lora"
     lora_config: Lora = Field(default_factory=lambda: Lora(rank=32))
@@ -411,7 +412,7 @@ class Payload(Wanted):
     """A batch."""
 
     model_id: StrictStr
-    seq_id: StrictInt = Field(ge=1)
+    seq_id: StrictInt = Field(ge=1, lt=1 << 50)
     tensor_transport: StrictStr = "default"
     tensor_compression: StrictStr = "zstd"
     forward_input: Any = None
@@ -434,7 +435,7 @@ class Adam(Wanted):
 class ExportSampler(Wanted):
     """Weights to be sampled from."""
 
-    seq_id: StrictInt = Field(ge=1)
+    seq_id: StrictInt = Field(ge=1, lt=1 << 50)
     path: StrictStr | None = None
     ttl_seconds: StrictInt | None = Field(None, ge=1, le=TEN_YEARS)
 
@@ -473,7 +474,7 @@ class ExportHf(Wanted):
 class OpenSampling(Wanted):
     """A new sampler."""
 
-    sampling_session_seq_id: StrictInt
+    sampling_session_seq_id: StrictInt = Field(ge=0, lt=1 << 50)
     base_model: StrictStr | None = None
     model_path: StrictStr | None = None
     model_id: StrictStr | None = None
@@ -564,11 +565,10 @@ class Numbers:
 
     def put(self, make: Callable[[int], Op], seq: int | None = None, digest: bytes = b"") -> Op:
         """Give a call the hub's next number."""
-        if seq is not None:
-            self.next = seq + 1
-        op = make(self.inner)
+        op = make(self.inner)  # where it is refused, the number is still to come
         self.inner += 1
         if seq is not None:
+            self.next = seq + 1
             self.known[seq] = (digest, op)
             for old in [k for k, (_, o) in self.known.items() if o.ended and time.monotonic() - o.ended > 60.0][:-64]:
                 del self.known[old]
@@ -595,9 +595,9 @@ def _page(request: Any) -> tuple[int, int]:
     values = []
     for name, default, most in (("offset", 0, 1 << 31), ("limit", 25, 1000)):
         text = request.query_params.get(name, str(default))
-        if not (text.isascii() and text.isdecimal()) or int(text[:12]) > most:
+        if not (text.isascii() and text.isdecimal()) or len(text) > 12 or int(text) > most:
             raise ApiError(f"{name} is a number up to {most}, not {text[:40]!r}", 422)
-        values.append(int(text[:12]))
+        values.append(int(text))
     return values[0], values[1]
 
 
@@ -716,7 +716,7 @@ class Operations(Door):
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return is_number(value)
 
 # %% ../../nbs/83_serve.weaver.ipynb #44c52d0c
 @dataclass(frozen=True)
@@ -775,7 +775,8 @@ class WeaverTraining(Operations):
     async def _sent(self, request: Any) -> Sent:
         """A body of either transport."""
         body = await self.body(request)
-        return await asyncio.to_thread(read_sent, body, request.headers.get("content-type", ""), self.hub.limits.payload)
+        kind, room = request.headers.get("content-type", ""), lambda size: self.reserve(request, size)
+        return await asyncio.to_thread(read_sent, body, kind, self.max_body, room)
 
     def _payload(self, sent: Sent, model: TrainedModel) -> Payload:
         if not isinstance(sent.value, dict) or sent.value.keys() != {"payload"}:
