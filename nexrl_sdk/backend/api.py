@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 import threading
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -25,8 +27,8 @@ from ..tokens.render import render_prompt
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, DataError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['API_LOSSES', 'T', 'api_loss_config', 'wire_inputs', 'wire_config', 'read_message', 'check_metadata', 'reach',
-           'Pending', 'ApiHolder', 'plain_metrics', 'ApiBackend']
+__all__ = ['API_LOSSES', 'LOCAL', 'T', 'api_loss_config', 'wire_inputs', 'wire_config', 'read_message', 'check_metadata', 'reach',
+           'check_settings', 'local_key', 'Pending', 'ApiHolder', 'plain_metrics', 'ApiBackend']
 
 # %% ../../nbs/36_backend.api.ipynb #ad2111d3
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -138,6 +140,31 @@ def reach(
         httpx.get(url + path, timeout=10.0)
     except httpx.HTTPError as e:
         raise BackendError(f"no server answers at {url} ({type(e).__name__}: {e}); start one, or give another address") from None
+
+# %% ../../nbs/36_backend.api.ipynb #30e385b0
+def check_settings(
+    holder: Callable[..., Any],  # a holder's class
+    model: Any,  # what a backend was given as its base model
+    settings: Mapping[str, Any],  # and beside it
+) -> None:
+    """Raise ConfigError where a holder does not take what a backend was given."""
+    known = [n for n in inspect.signature(holder).parameters if n not in ("url", "base_model")]
+    if unknown := [k for k in settings if k not in known]:
+        raise ConfigError(f"{unknown[0]!r} is no setting of this backend{nearest(unknown[0], [*known, 'url', 'keep_last'])}")
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"the base model is a name that the service knows, or a service holder, not {type(model).__name__}; from a recipe, Trainer(recipe) makes the backend")
+
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def local_key(
+    url: str | None,
+    key: str | None,  # that was given
+    unkeyed: str,  # what a client sends where a server wants none
+) -> str | None:
+    """The key to send; on this machine one that means none, where there is none."""
+    return key or (unkeyed if url is not None and urlsplit(url).hostname in LOCAL else None)
 
 # %% ../../nbs/36_backend.api.ipynb #358ea92c
 T = TypeVar("T", covariant=True)

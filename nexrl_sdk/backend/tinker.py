@@ -9,14 +9,16 @@ import contextlib
 import math
 import os
 import threading
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .api import ApiBackend, ApiHolder, check_metadata, plain_metrics, reach, wire_config, wire_inputs
+from .api import ApiBackend, ApiHolder, check_metadata, check_settings, local_key, plain_metrics, reach, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
@@ -104,7 +106,7 @@ class TinkerServiceHolder(ApiHolder):
         self._settings = {"rank": lora_rank, "seed": seed, "train_attn": train_attn, "train_mlp": train_mlp, "train_unembed": train_unembed, "user_metadata": check_metadata(user_metadata)}
         with told("reaching Tinker's API"):
             url, api_key = url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")  # the client's own defaults are kept from its first use on
-            where = {"base_url": None if url is None else check_url(url), "api_key": check_key(api_key)}
+            where = {"base_url": None if url is None else check_url(url), "api_key": local_key(url, check_key(api_key), "tml-local")}
             if where["base_url"] is not None:
                 reach(where["base_url"], "/api/v1/healthz")
             self._service, self._rest = tinker.ServiceClient(**where), tinker.RestClient(**where)
@@ -323,5 +325,28 @@ class TinkerBackend(ApiBackend):
         keep_last: int = 0,  # states that stay in the service; 0: all
         **settings: Any,  # of TinkerServiceHolder
     ):
+        if not isinstance(base_model, TinkerServiceHolder):
+            check_settings(TinkerServiceHolder, base_model, settings)
         holder = base_model if isinstance(base_model, TinkerServiceHolder) else TinkerServiceHolder(url, base_model=base_model, **settings)
         super().__init__(holder, owned=owned, keep_last=keep_last)
+
+    def export_adapter(
+        self,
+        folder: str | Path,  # to write
+    ) -> Path:
+        """Fetch the trained adapter from the service, as `peft` reads it."""
+        import httpx
+
+        holder, target = self.service_holder, Path(folder)
+        assert isinstance(holder, TinkerServiceHolder)
+        with told("exporting the adapter"):
+            path = str(holder.training.save_weights_external(f"export-{uuid.uuid4().hex[:12]}", ttl_seconds=3600).result().path)
+            urls = holder._rest.get_external_weights_urls(path).result().urls
+        target.mkdir(parents=True, exist_ok=True)
+        for name, url in urls.items():
+            with httpx.stream("GET", url, timeout=600, follow_redirects=True) as answer, (target / Path(name).name).open("wb") as f:
+                answer.raise_for_status()
+                for piece in answer.iter_bytes():
+                    f.write(piece)
+        holder.delete_state(path)
+        return target

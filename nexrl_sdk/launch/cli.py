@@ -323,7 +323,7 @@ def train(
 
 
 Models = Annotated[list[str] | None, typer.Option("--model", help="NAME=PATH: the name that clients use, and a folder or a Hub id; a Hub id alone is its own name. May be given several times.", show_default=False)]
-Host = Annotated[str, typer.Option(help="Where to listen. Elsewhere than on this machine a key is needed: NEXRL_API_KEY of the environment, beginning with tml-.")]
+Host = Annotated[str, typer.Option(help="Where to listen. Elsewhere than on this machine a key is needed: NEXRL_API_KEY of the environment, for Tinker's clients beginning with tml-.")]
 Port = Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)]
 Root = Annotated[str, typer.Option(help="The one folder that the server writes to: checkpoints and records.")]
 Dtype = Annotated[str, typer.Option(help="auto (as the models were saved), float32 or bfloat16.")]

@@ -146,7 +146,7 @@ class ApiServer:
     """A server of this process."""
 
     url: str
-    hub: Hub
+    hub: Hub = field(repr=False)
     env: dict[str, str] = field(repr=False)  # what clients read
 
     def _repr_html_(self) -> str:
@@ -171,7 +171,6 @@ def environment(
     return found
 
 
-@contextlib.contextmanager
 def serve(
     *apis: str,  # tinker, weaver, or both
     models: Mapping[str, str | Path],  # name that clients use -> a folder, or a Hub id
@@ -183,11 +182,26 @@ def serve(
     max_body: int = 256 << 20,  # bytes of one request
     limits: Limits | None = None,
     **options: Any,  # of Hub: dtype, device, max_batch, max_length, token_budget
-) -> Iterator[ApiServer]:
-    """Serve models on this machine for a block, in which clients find the server by themselves."""
+) -> contextlib.AbstractContextManager[ApiServer]:
+    """Serve models on this machine for a block, `with serve("tinker", models={...}):`, in which clients find the server by themselves."""
+    chosen = apis or ("tinker",)
+    for api in chosen:
+        if api not in APIS:
+            raise ConfigError(f"there is no API {api!r}{nearest(api, APIS)}")
+    if not isinstance(models, Mapping) or not models:
+        raise ConfigError(f'models is a mapping of names to folders or Hub ids, such as {{"my-model": "path/to/a/model"}}, not {str(models)[:100]!r}')
+    check_aliases(loss_alias or {})
+    check_serving(chosen, "127.0.0.1", key)
+    return _serving(chosen, models, root, port, loss_alias, client_config, key, max_body, limits, options)
+
+
+@contextlib.contextmanager
+def _serving(
+    chosen: Sequence[str], models: Mapping[str, str | Path], root: str | Path | None, port: int, loss_alias: Mapping[str, str] | None,
+    client_config: Mapping[str, Any] | None, key: str | None, max_body: int, limits: Limits | None, options: Mapping[str, Any],
+) -> Iterator[ApiServer]:  # fmt: skip
     import uvicorn
 
-    chosen = apis or ("tinker",)
     with contextlib.ExitStack() as stack:
         folder = root or stack.enter_context(tempfile.TemporaryDirectory(prefix="nexrl_api_", ignore_cleanup_errors=True))
         hub = Hub(models, folder, limits=limits, **options)

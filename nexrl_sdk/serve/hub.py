@@ -273,7 +273,7 @@ class Base:
     """A base model in memory, with everything that runs on it."""
 
     def __init__(self, name: str, path: str, limits: Limits, *, dtype: str, device: str, max_batch: int, max_length: int | None, token_budget: int, trust_remote_code: bool):
-        self.name, self.path = name, path
+        self.name, self.path = name, str(Path(path).expanduser().resolve()) if Path(path).expanduser().is_dir() else path  # a client may be in another folder
         self.model = load_model(path, dtype=dtype, device=device, max_length=max_length, trust_remote_code=trust_remote_code)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self.learner = Learner(self.model, token_budget=token_budget)

@@ -321,7 +321,7 @@ class TinkerApi(Door):
 
     async def unknown(self, request: Any) -> Any:
         """What this server does not have."""
-        raise ApiError(f"{request.method} {request.url.path[:200]} is not part of this server: it has no accounts, projects, billing, publishing or losses that are uploaded", 404)
+        raise ApiError(f"{request.method} {request.url.path[:200]} is not part of this server of Tinker's API (Weaver's clients need one started with --also-weaver): it has no accounts, projects, billing, publishing or losses that are uploaded", 404)
 
     # clients ---------------------------------------------------------------------------------------------------------
 

@@ -179,6 +179,12 @@ def _state(run: RunRecord) -> Html:
     return chip(f"not finished: step {run.step:,}" + (f" of {run.total:,}" if run.total is not None else ""), "warn")
 
 
+def _supervised(run: RunRecord) -> bool:
+    """Whether its answers are the data's, which nobody rewards."""
+    section = run.recipe.get("algorithm")
+    return (section.get("type") if isinstance(section, Mapping) else section) == "cross_entropy"
+
+
 def _failed(run: RunRecord) -> float:
     return sum(v for name in _LOST for _, v in run.metrics.get(name, []) if math.isfinite(v))
 
@@ -191,7 +197,7 @@ def _head(run: RunRecord) -> Html:
     tiles = [
         tile("steps", run.step), tile("time", seconds(took)) if (took := finite(run.summary.get("seconds"))) is not None else None,
         tile("steps a second", run.step / took) if took else None,
-        tile("answers without a reward", int(_failed(run))) if any(n.startswith("errors/") for n in run.metrics) else None,
+        tile("answers without a reward", int(_failed(run))) if any(n.startswith("errors/") for n in run.metrics) and not _supervised(run) else None,
     ]  # fmt: skip
     title = el("div", el("h1", clip(run.name, 120)), _state(run), cls="nx-h")
     return el("header", title, change, el("p", _verdict(run), cls="say"), el("p", clip(recipe_line(run.recipe), 300), cls="nx-m"), el("div", tiles, cls="nx-tiles"))

@@ -148,6 +148,23 @@ def test_states_that_are_no_longer_here_go_from_the_service(server: ApiServer, t
         assert len(server.hub.store.list(b.service_holder.training.model_id)) == 3
 
 
+def test_the_adapter_can_be_fetched(backend: TinkerBackend, server: ApiServer, folder: Path, tmp_path: Path) -> None:
+    """As peft reads it: transformers gives the logprobs that the service gives."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    data = datums(3, rl=False)
+    backend.forward_backward(data, "cross_entropy")
+    backend.optim_step(ADAM)
+    place = backend.export_adapter(tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(place)).eval()
+    for got, d in zip(backend.forward(data).logprobs, data, strict=True):
+        with torch.no_grad():
+            want = model(torch.tensor(d.tokens)[None]).logits[0].log_softmax(-1).gather(-1, torch.tensor(d.targets)[:, None])[:, 0]
+        np.testing.assert_allclose(got, want.numpy(), atol=1e-4)
+    assert not server.hub.store.list(backend.service_holder.training.model_id)
+
+
 def test_a_stop_flag_ends_the_wait(backend: TinkerBackend) -> None:
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()
@@ -174,6 +191,12 @@ def test_errors_have_the_services_words(server: ApiServer, backend: TinkerBacken
         (DataError, "lacks 'logprobs'", lambda: backend.forward_backward(datums(rl=False), "ppo")),
         (BackendError, "written as a function", lambda: backend.forward_backward(datums(), lambda x: x)),
         (ConfigError, "config.learning_rat is not known", lambda: holder.train(datums(), {"learning_rat": 1})),
+        (BackendError, "no server answers at", lambda: TinkerServiceHolder("http://127.0.0.1:9")),
+        (ConfigError, "did you mean 'lora_rank'", lambda: TinkerBackend("org/tiny", url=server.url, lora_rnk=3)),
+        (ConfigError, "not dict", lambda: TinkerBackend({}, url=server.url)),
+        (ConfigError, "mapping of text to text", lambda: TinkerServiceHolder(server.url, user_metadata=[1])),
+        (ConfigError, "did you mean 'tinker'", lambda: serve("tinkr", models={"a": "b"})),
+        (ConfigError, "mapping of names", lambda: serve("tinker", models=["a"])),
         (ConfigError, "base_url must begin", lambda: TinkerServiceHolder("nowhere")),
     ]
     for kind, words, call in cases:
