@@ -468,6 +468,20 @@ def test_no_step_is_made_where_a_part_of_its_batch_was_refused(client: Client) -
     t.optim_step(AdamParams(learning_rate=0.1))
 
 
+def test_a_call_that_is_refused_for_now_can_come_again() -> None:
+    """Where a server is full, the number is still to come, and no step is made without its batch."""
+    numbers = ours.Numbers()
+
+    def full(number: int) -> Any:
+        raise ours.ApiError("try again later", 429)
+
+    with pytest.raises(ours.ApiError, match="later"):
+        numbers.put(full, 1, b"a")
+    assert asyncio.run(numbers.turn(1, b"a")) is None
+    op = numbers.put(lambda number: ours.Op(str(number), ""), 1, b"a")
+    assert op.id == "1" and asyncio.run(numbers.turn(1, b"a")) is op
+
+
 # what is refused -----------------------------------------------------------------------------------------------------
 
 
