@@ -233,13 +233,12 @@ class TinkerServiceHolder(ApiHolder):
             return str(self.training.save_state(name).result().path)
 
     def load_state(self, path: str, optimizer: bool = True) -> None:
-        """Go on from what was saved: by this model where it is its own, else by a new one."""
+        """Go on from what was saved, by a new model; the one before it stays in the service until the session ends."""
+        if self._closed:
+            raise BackendError("this service holder is closed; make a new one")
+        make = self._service.create_training_client_from_state_with_optimizer if optimizer else self._service.create_training_client_from_state
         with told(f"loading {path}"):
-            if self._training is None:
-                make = self._service.create_training_client_from_state_with_optimizer if optimizer else self._service.create_training_client_from_state
-                self._training = make(path).result()
-            else:
-                (self.training.load_state_with_optimizer if optimizer else self.training.load_state)(path).result()
+            self._training = make(path, user_metadata=self._settings["user_metadata"]).result()
 
     def delete_state(self, path: str) -> None:
         """Remove what was saved."""
