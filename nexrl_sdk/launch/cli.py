@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -92,7 +93,13 @@ def _addresses(train_url: str | None, inference_url: str | None) -> str:
     return "".join(f" {option} {url}" for option, url in (("--train-url", train_url), ("--inference-url", inference_url)) if url)
 
 
-def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str = "") -> str:
+def _own(overrides: list[str]) -> str:
+    """The overrides of a run, as another run takes them: all but its seed and its folder."""
+    kept = [o for o in overrides if o.lstrip("+").partition("=")[0] not in ("seed", "output_dir")]
+    return f" {shlex.join(kept)}" if kept else ""
+
+
+def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str = "", own: str = "", groups: bool = True) -> str:
     """The last lines of a run."""
     folder = _relative(summary["folder"])
     supervised = summary["reward/before"] is None and summary["reward/after"] is None and "loss/first" in summary
@@ -109,13 +116,13 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str 
         lines.append(f"report           {folder}/report.html")
     if not supervised and summary.get("group/frac_zero_std", 0.0) > 0.99:
         lines.append("\nnothing to learn from: the answers to a prompt all had the same reward. Look at them in the report, then change the reward or the prompts")
-    return "\n".join([*lines, "", *_next_steps(folder, recipe, summary["steps"], supervised, addresses)])
+    return "\n".join([*lines, "", *_next_steps(folder, recipe, summary["steps"], supervised or not groups, addresses, own)])
 
 
-def _next_steps(folder: str, recipe: str, steps: int, supervised: bool, addresses: str = "") -> list[str]:
+def _next_steps(folder: str, recipe: str, steps: int, supervised: bool, addresses: str = "", own: str = "") -> list[str]:
     """What to try after a run."""
     setting = "trainer.optim.lr=1e-4" if supervised else "trajectory_pool.group_size=16"
-    lines = ["next", f"  train further      nexrl resume {folder} --steps {max(1, 2 * steps)}{addresses}", f"  another seed       nexrl run {recipe} --seed 1{addresses}", f"  another setting    nexrl run {recipe} {setting}{addresses}"]
+    lines = ["next", f"  train further      nexrl resume {folder} --steps {max(1, 2 * steps)}{addresses}", f"  another seed       nexrl run {recipe}{own} --seed 1{addresses}", f"  another setting    nexrl run {recipe}{own} {setting}{addresses}"]
     return lines if Path("my_task").exists() else [*lines, "  your own task      nexrl init my_task"]
 
 # %% ../../nbs/95_launch.cli.ipynb #50fa816b
@@ -174,7 +181,8 @@ def run(
     loaded = Recipe.load(recipe, changes)
     with stoppable():
         summary = run_recipe(loaded, out=out, train_url=train_url, inference_url=inference_url, report=not no_report)
-    _say("\n" + _closing(summary, _relative(recipe), not no_report, _addresses(train_url, inference_url)))
+    groups = loaded.config.algorithm.type != "cross_entropy"
+    _say("\n" + _closing(summary, _relative(recipe), not no_report, _addresses(train_url, inference_url), _own(changes), groups))
 
 
 @app.command(short_help="Go on with a run from its newest checkpoint.")
@@ -230,7 +238,7 @@ def validate(
     errors = sum(f.level == "error" for f in findings)
     if errors:
         raise typer.Exit(2)
-    _say(f"{loaded!r}\nno errors; run it: nexrl run {_relative(recipe)}")
+    _say(f"{loaded!r}\nno errors; run it: nexrl run {_relative(recipe)}{_own(overrides or [])}")
 
 
 @app.command(short_help="Write a self-contained page on a run.")

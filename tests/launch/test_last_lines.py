@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nexrl_sdk.launch.cli import _closing, main, message_for
+from nexrl_sdk.launch.cli import _closing, _own, main, message_for
 from nexrl_sdk.launch.runner import summarize
 from nexrl_sdk.types import EvaluatorError
 
@@ -56,3 +56,11 @@ def test_distillation_says_how_far_the_teacher_is(tmp_path):
     lines = [{"step": i, "reward/mean": 0.5, "distill/reverse_kl": 1.2 / i} for i in (1, 2, 3)]
     said = closing(tmp_path, **{k: v for k, v in summarize(lines, 1.0).items() if k.startswith("reverse_kl")})
     assert "reverse KL       1.200 -> 0.400" in said and "held-out reward" in said
+
+
+def test_what_is_suggested_keeps_what_was_set() -> None:
+    summary = {"reward/before": 0.4, "reward/after": 0.9, "reward/of": "held-out rows", "steps": 20, "seconds": 1.0, "folder": "runs/x"}
+    own = _own(["trainer.optim.lr=1e-4", "seed=3", "output_dir=runs/x", "data.data_files=[a b.jsonl]"])
+    text = _closing(summary, "recipes/reverse", True, " --train-url http://h:1", own)
+    assert "nexrl run recipes/reverse trainer.optim.lr=1e-4 'data.data_files=[a b.jsonl]' --seed 1 --train-url http://h:1" in text
+    assert "group_size" in text and "group_size" not in _closing(summary, "recipes/reverse", True, groups=False)
