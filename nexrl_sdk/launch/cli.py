@@ -406,7 +406,7 @@ def _serve_apis(apis: list[str], model: list[str] | None, host: str, port: int, 
     key = check_serving(apis, host, os.environ.get("NEXRL_API_KEY"))
     check_aliases(aliases)
     with _one_interrupt():
-        hub = Hub(named, root, limits=Limits(models=models, session=silence), say=_say, **options)
+        hub = Hub(named, root, patience=10.0, limits=Limits(models=models, session=silence), say=_say, **options)
         try:
             serve_api(hub, apis, host=host, port=port, key=key, max_body=body << 20, loss_alias=aliases, started=lambda url: _say(_welcome(apis, url, key, list(named))))
         except KeyboardInterrupt:  # how a server is ended

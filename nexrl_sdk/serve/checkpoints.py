@@ -73,12 +73,16 @@ class Checkpoint:
 OLD = "~old"  # the end of the name of what is being replaced
 
 
-def _hold(root: Path) -> TextIO | None:
+def _hold(root: Path, patience: float) -> TextIO | None:
     """Take a folder for this server; ConfigError where another has it."""
-    try:
-        return take_lock(root)
-    except RunFolderError as e:
-        raise ConfigError(f"{root} is another server's folder ({e}); choose another root") from None
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return take_lock(root)
+        except RunFolderError as e:
+            if time.monotonic() >= until:
+                raise ConfigError(f"{root} is another server's folder ({e}); choose another root") from None
+            time.sleep(0.2)
 
 
 def _folder(run_id: str) -> str:
@@ -99,11 +103,12 @@ class Store:
     def __init__(
         self,
         root: str | Path,  # made where it is missing
+        patience: float = 0.0,  # seconds to wait for another server to leave it
     ):
         self.root = Path(root).expanduser().resolve()
         self._runs = self.root / "runs"
         self._runs.mkdir(parents=True, exist_ok=True)
-        self._lock, self._held = threading.RLock(), _hold(self.root)
+        self._lock, self._held = threading.RLock(), _hold(self.root, patience)
         for left in self._runs.glob("*/*/.*"):  # by a killed server: what it was writing, and what that would have replaced
             name = left.name[1:].removesuffix(OLD)
             if left.name.endswith(OLD) and not (left.parent / name).exists():

@@ -434,12 +434,13 @@ class Sessions:
         max_length: int | None = None,  # context in tokens; None: the models'
         token_budget: int = 4096,  # tokens of a micro-batch
         trust_remote_code: bool = False,
+        patience: float = 0.0,  # seconds to wait for another server to leave the root
         limits: Limits | None = None,
         say: Callable[[str], None] = lambda text: None,  # told what takes a while
     ):
         if not models:
             raise ConfigError("a server needs a model: NAME=PATH, or a Hub id")
-        self.limits, self.store = limits or Limits(), Store(root)
+        self.limits, self.store = limits or Limits(), Store(root, patience)
         self.records, self.ops = Records(self.store.root), Ops(self.limits.results)
         self.started, self._lock, self._closed = time.time(), threading.RLock(), threading.Event()
         self._sessions: dict[str, Session] = {}
