@@ -123,15 +123,16 @@ def main() -> None:
                 return tinker.ServiceClient(base_url=server.url, api_key=server.key)
 
             with make() as client:
-                many, wide = sampling(client, 5 if quick else 20, 64)
+                drawn = {length: sampling(client, 5 if quick else 20, length) for length in (64, 192)}
                 tokens = training(client, 5 if quick else 20)
             lone, four = (latency(make, n, 50 if quick else 300) for n in (1, 4))
-    print(f"sampling 32 prompts x 1     {many:9,.0f} tokens/s   {many / wide:.2f} of the next")
-    print(f"sampling 1 prompt x 32      {wide:9,.0f} tokens/s")
+    for length, (many, wide) in drawn.items():
+        print(f"{length:3} tokens, 32 prompts x 1  {many:9,.0f} tokens/s   {many / wide:.2f} of the next")
+        print(f"{length:3} tokens, 1 prompt x 32   {wide:9,.0f} tokens/s")
     print(f"forward_backward            {tokens:9,.0f} tokens/s")
     print(f"a small step, 1 client      p50 {lone[0] * 1e3:6.1f} ms   p99 {lone[1] * 1e3:6.1f} ms")
     print(f"a small step, 4 clients     p50 {four[0] * 1e3:6.1f} ms   p99 {four[1] * 1e3:6.1f} ms")
-    print(json.dumps({"many": many, "wide": wide, "ratio": many / wide, "train_tokens_per_s": tokens, "one": lone, "four": four}))
+    print(json.dumps({"sampling": {n: [*pair, pair[0] / pair[1]] for n, pair in drawn.items()}, "train_tokens_per_s": tokens, "one": lone, "four": four}))
 
 
 if __name__ == "__main__":
