@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -357,13 +357,22 @@ def plain_metrics(
 class ApiBackend(Backend):
     """A training API as a backend."""
 
+    holder_class: ClassVar[type[ApiHolder]]  # that the service's address and settings are given to
+
     def __init__(
         self,
-        holder: ApiHolder,
+        base_model: str | ApiHolder | None = None,  # a name that the service knows, or a holder
         *,
+        url: str | None = None,
         owned: contextlib.ExitStack | None = None,  # what ends with this backend: a server that was started for it
         keep_last: int = 0,  # states that stay in the service; 0: all
+        **settings: Any,  # of the holder
     ):
+        if isinstance(base_model, self.holder_class):
+            holder = base_model
+        else:
+            check_settings(self.holder_class, base_model, settings)
+            holder = self.holder_class(url, base_model=base_model, **settings)  # type: ignore[call-arg]
         self.service_holder, self.tokenizer = holder, holder.tokenizer
         self._owned, self._closed, self._version, self._keep = owned or contextlib.ExitStack(), False, 0, keep_last
         self._lock, self._waiting = threading.RLock(), 0  # calls whose gradients no step has used

@@ -15,50 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from .api import ApiBackend
-from .vllm import Supervised, free_port, tail
-from ..types import BackendError, ConfigError
+from .train_server import Running
+from .vllm import Supervised, free_port
+from ..types import ConfigError
 
 # %% auto #0
 __all__ = ['Say', 'RunningApi', 'start_api_server', 'api_name', 'connect_api']
 
 # %% ../../nbs/36_backend.api_server.ipynb #6348ed7a
-class RunningApi:
+class RunningApi(Running):
     """A server of training APIs that this process started; ends with it."""
-
-    def __init__(self, process: Supervised, url: str, key: str, log_path: Path):
-        self._process, self.url, self._key, self.log_path = process, url, key, log_path
-
-    @property
-    def key(self) -> str:
-        """What clients must show."""
-        return self._key
-
-    @property
-    def pid(self) -> int:
-        """Of the server."""
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether its process lives."""
-        return self._process.code is None
-
-    def diagnose(self, lines: int = 15) -> str:
-        """What is known of the process, for an error's message."""
-        return f"server {self.pid}: {self._process.describe()}; the end of {self.log_path}:\n{tail(self.log_path, lines)}"
-
-    def close(self) -> None:
-        """End it; calling it again does nothing."""
-        self._process.close()
-
-    def __enter__(self) -> RunningApi:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"RunningApi({self.url!r}, pid={self.pid}, {'running' if self.running else 'not running'})"
 
 # %% ../../nbs/36_backend.api_server.ipynb #ba1d0d0b
 def start_api_server(
@@ -81,30 +47,13 @@ def start_api_server(
     environment = {**os.environ, "NEXRL_API_KEY": secret, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))}
     named = [x for name, path in models.items() for x in ("--model", f"{name}={path}")]
     command = [sys.executable, "-m", "nexrl_sdk.launch.cli", "serve", api, "--port", str(chosen), "--root", str(place), *named, *args]
-    server = RunningApi(Supervised(command, log, environment), f"http://127.0.0.1:{chosen}", secret, log)
+    server = RunningApi(Supervised(command, log, environment), f"http://127.0.0.1:{chosen}", secret, place, log)
     try:
-        _wait(server, start_timeout, progress)
+        server.wait("/health", start_timeout, progress)
     except BaseException:
         server.close()
         raise
     return server
-
-
-def _wait(server: RunningApi, timeout: float, progress: Callable[[float], None] | None) -> None:
-    import httpx
-
-    began = time.monotonic()
-    while (waited := time.monotonic() - began) < timeout:
-        if not server.running:
-            raise BackendError(f"the server did not start: {server.diagnose(30)}")
-        try:
-            if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
-                return
-        except httpx.HTTPError:
-            if progress is not None:
-                progress(waited)
-            time.sleep(0.1)
-    raise BackendError(f"the server did not answer within {timeout:.0f} s: {server.diagnose(30)}")
 
 # %% ../../nbs/36_backend.api_server.ipynb #b9b6ab99
 Say = Callable[[str], None]

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .api import ApiBackend, ApiHolder, check_metadata, check_settings, local_key, plain_metrics, reach, wire_config, wire_inputs
+from .api import ApiBackend, ApiHolder, check_metadata, local_key, plain_metrics, reach, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
@@ -315,19 +315,7 @@ def _completions(answer: Any, params: SamplingParams, holder: TinkerServiceHolde
 class TinkerBackend(ApiBackend):
     """Tinker's API as a backend."""
 
-    def __init__(
-        self,
-        base_model: str | TinkerServiceHolder | None = None,  # a name that the service knows, or a holder
-        *,
-        url: str | None = None,
-        owned: contextlib.ExitStack | None = None,  # what ends with this backend
-        keep_last: int = 0,  # states that stay in the service; 0: all
-        **settings: Any,  # of TinkerServiceHolder
-    ):
-        if not isinstance(base_model, TinkerServiceHolder):
-            check_settings(TinkerServiceHolder, base_model, settings)
-        holder = base_model if isinstance(base_model, TinkerServiceHolder) else TinkerServiceHolder(url, base_model=base_model, **settings)
-        super().__init__(holder, owned=owned, keep_last=keep_last)
+    holder_class = TinkerServiceHolder
 
     def export_adapter(
         self,

@@ -11,18 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from .http import HTTPTrainServiceClient
 from .vllm import Supervised, free_port, tail
 from ..types import BackendError
 
 # %% auto #0
-__all__ = ['RunningService', 'start_train_service']
+__all__ = ['Running', 'RunningService', 'start_train_service']
 
 # %% ../../nbs/35_backend.train_server.ipynb #f2271233
-class RunningService:
-    """A training service of this process; ends with it."""
+class Running:
+    """A server that this process started; ends with it."""
+
+    what = "server"
 
     def __init__(self, process: Supervised, url: str, key: str, root: Path, log_path: Path):
         self._process, self.url, self._key, self.root, self.log_path = process, url, key, root, log_path
@@ -34,13 +36,58 @@ class RunningService:
 
     @property
     def pid(self) -> int:
-        """Of the service."""
+        """Of the process."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
         """Whether its process lives."""
         return self._process.code is None
+
+    def diagnose(self, lines: int = 15) -> str:
+        """What is known of the process, for an error's message."""
+        return f"{self.what} {self.pid}: {self._process.describe()}; the end of {self.log_path}:\n{tail(self.log_path, lines)}"
+
+    def close(self) -> None:
+        """End it with all of its children; calling it again does nothing."""
+        self._process.close()
+
+    def wait(
+        self,
+        path: str,  # that answers when all is well
+        timeout: float,  # seconds
+        progress: Callable[[float], None] | None = None,  # gets the seconds waited
+    ) -> None:
+        """Wait until it answers; raises BackendError with the log's end where it does not."""
+        import httpx
+
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < timeout:
+            if not self.running:
+                raise BackendError(f"the {self.what} did not start: {self.diagnose(30)}")
+            try:
+                if httpx.get(f"{self.url}{path}", headers={"authorization": f"Bearer {self._key}"}, timeout=2.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                if progress is not None:
+                    progress(waited)
+                time.sleep(0.1)
+        raise BackendError(f"the {self.what} did not answer within {timeout:.0f} s: {self.diagnose(30)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r}, pid={self.pid}, {'running' if self.running else 'not running'})"
+
+
+class RunningService(Running):
+    """A training service of this process; ends with it."""
+
+    what = "training service"
 
     def client(
         self,
@@ -49,23 +96,6 @@ class RunningService:
     ) -> HTTPTrainServiceClient:
         """A client with this service's key."""
         return HTTPTrainServiceClient(self.url, identifier, key=self._key, **options)
-
-    def diagnose(self, lines: int = 15) -> str:
-        """What is known of the process, for an error's message."""
-        return f"training service {self.pid}: {self._process.describe()}; the end of {self.log_path}:\n{tail(self.log_path, lines)}"
-
-    def close(self) -> None:
-        """End it with all of its ranks; calling it again does nothing."""
-        self._process.close()
-
-    def __enter__(self) -> RunningService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"RunningService({self.url!r}, pid={self.pid}, {'running' if self.running else 'not running'})"
 
 # %% ../../nbs/35_backend.train_server.ipynb #1075a86a
 def start_train_service(
@@ -87,25 +117,8 @@ def start_train_service(
     command = [sys.executable, "-m", "nexrl_sdk.launch.cli", "serve", "train", "--port", str(chosen), "--root", str(place), *args]
     service = RunningService(Supervised(command, log, environment), f"http://127.0.0.1:{chosen}", key, place, log)
     try:
-        _wait(service, start_timeout, progress)
+        service.wait("/health", start_timeout, progress)
     except BaseException:
         service.close()
         raise
     return service
-
-
-def _wait(service: RunningService, timeout: float, progress: Callable[[float], None] | None) -> None:
-    import httpx
-
-    began = time.monotonic()
-    while (waited := time.monotonic() - began) < timeout:
-        if not service.running:
-            raise BackendError(f"the training service did not start: {service.diagnose(30)}")
-        try:
-            if httpx.get(f"{service.url}/health", headers={"authorization": f"Bearer {service.key}"}, timeout=2.0).status_code == 200:
-                return
-        except httpx.HTTPError:
-            if progress is not None:
-                progress(waited)
-            time.sleep(0.1)
-    raise BackendError(f"the training service did not answer within {timeout:.0f} s: {service.diagnose(30)}")

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from .api import ApiBackend, ApiHolder, check_metadata, check_settings, plain_metrics, wire_config, wire_inputs
+from .api import ApiBackend, ApiHolder, check_metadata, plain_metrics, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
@@ -378,16 +378,4 @@ def _completions(answer: Any, params: SamplingParams, holder: WeaverServiceHolde
 class WeaverBackend(ApiBackend):
     """Weaver's API as a backend."""
 
-    def __init__(
-        self,
-        base_model: str | WeaverServiceHolder | None = None,  # a name that the service knows, or a holder
-        *,
-        url: str | None = None,
-        owned: contextlib.ExitStack | None = None,  # what ends with this backend
-        keep_last: int = 0,  # states that stay in the service; 0: all
-        **settings: Any,  # of WeaverServiceHolder
-    ):
-        if not isinstance(base_model, WeaverServiceHolder):
-            check_settings(WeaverServiceHolder, base_model, settings)
-        holder = base_model if isinstance(base_model, WeaverServiceHolder) else WeaverServiceHolder(url, base_model=base_model, **settings)
-        super().__init__(holder, owned=owned, keep_last=keep_last)
+    holder_class = WeaverServiceHolder

@@ -18,7 +18,7 @@ from typing import Any
 from ..backend.http import check_key
 from .door import Door
 from .hub import Hub, Limits
-from .nextrainer import LOOPBACK, _announce, _impatient
+from .nextrainer import LOOPBACK, _impatient, listen
 from ..types import BackendError, ConfigError, nearest
 
 # %% auto #0
@@ -124,15 +124,7 @@ def serve_api(
     import uvicorn
 
     app = create_api_app(hub, apis, key=check_serving(apis, host, key), max_body=max_body, loss_alias=loss_alias)
-    server = uvicorn.Server(_uvicorn(app, host, port))
-    threading.Thread(target=_announce, args=(server, host, started), name="nexrl-announce", daemon=True).start()
-    try:
-        with contextlib.suppress(SystemExit):  # uvicorn's word for a port that is taken
-            server.run()
-    finally:
-        hub.close()
-    if not server.started:
-        raise BackendError(f"the server could not listen on {host}:{port}; is the port taken?")
+    listen(uvicorn.Server(_uvicorn(app, host, port)), host, port, started, hub.close)
 
 
 def _uvicorn(app: Any, host: str, port: int) -> Any:

@@ -10,10 +10,11 @@ import hmac
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from ..backend.http import check_key
 from .checkpoints import ApiError
@@ -22,7 +23,8 @@ from .nextrainer import Refused, read_body
 from ..types import NexRLError, nearest
 
 # %% auto #0
-__all__ = ['W', 'JSON_BODY', 'Wanted', 'read_fields', 'unpack', 'unpacked_size', 'read_json', 'Door']
+__all__ = ['W', 'Number', 'TEN_YEARS', 'JSON_BODY', 'Wanted', 'read_fields', 'Lora', 'AdamFields', 'unpack', 'unpacked_size',
+           'read_json', 'Door']
 
 # %% ../../nbs/82_serve.door.ipynb #65f77eb7
 class Wanted(BaseModel):
@@ -49,6 +51,31 @@ def read_fields(
         if first["type"] == "extra_forbidden":
             raise ApiError(f"{path} is nothing that this server knows{nearest(path, kind.model_fields)}", 422) from None
         raise ApiError(f"{path}: {first['msg'][:300]}", 422) from None
+
+# %% ../../nbs/82_serve.door.ipynb #ce71b0eb
+Number = StrictInt | StrictFloat
+TEN_YEARS = 10 * 366 * 86400  # the longest life of a checkpoint
+
+
+class Lora(Wanted):
+    """An adapter's settings."""
+
+    rank: StrictInt = Field(32, ge=1)
+    seed: StrictInt | None = None
+    train_unembed: StrictBool = True
+    train_mlp: StrictBool = True
+    train_attn: StrictBool = True
+
+
+class AdamFields(Wanted):
+    """One step's settings; each API has defaults of its own."""
+
+    learning_rate: Number = 1e-4
+    beta1: Number = 0.9
+    beta2: Number = 0.95
+    eps: Number
+    weight_decay: Number
+    grad_clip_norm: Number
 
 # %% ../../nbs/82_serve.door.ipynb #3d1ab301
 def unpack(
@@ -104,7 +131,7 @@ def read_json(
         raise ApiError(f"the body is no JSON: {str(e)[:200]}") from None
 
 
-class Door:
+class Door(ABC):
     """One API's requests."""
 
     header: ClassVar[str] = "x-api-key"  # that carries the key
@@ -118,9 +145,9 @@ class Door:
         self.hub, self.key, self.max_body = hub, check_key(key), max_body
         self._log = logging.getLogger(__name__)
 
+    @abstractmethod
     def routes(self) -> list[Any]:
         """Every call of the API."""
-        raise NotImplementedError
 
     def error(self, error: ApiError) -> Any:
         """An error as this API writes it."""

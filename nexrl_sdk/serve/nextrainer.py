@@ -34,7 +34,7 @@ from ..wire import Parts, WireError
 # %% auto #0
 __all__ = ['STATUS', 'Answer', 'SILENT', 'OWN', 'LOOPBACK', 'CALLS', 'BODY', 'STALLED', 'HEADERS', 'reading', 'GroupSpec',
            'error_record', 'Call', 'Group', 'TrainService', 'Refused', 'read_body', 'Endpoints', 'create_app',
-           'serve_train']
+           'serve_train', 'listen']
 
 # %% ../../nbs/80_serve.nextrainer.ipynb #1c940e59
 _NOTHING = type(None)
@@ -969,12 +969,23 @@ def serve_train(
     server: Any = None
     app = create_app(service, key=key, max_body=max_body, stop=lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(uvicorn.Config(app, http=_impatient(), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5))
+    listen(server, host, port, started, service.close)
+
+
+def listen(
+    server: Any,  # uvicorn's
+    host: str,
+    port: int,
+    started: Callable[[str], None],  # called with the address once it listens
+    close: Callable[[], None],  # called at the end, however it comes
+) -> None:
+    """Run a server until it ends; raises BackendError where it never listened."""
     threading.Thread(target=_announce, args=(server, host, started), name="nexrl-announce", daemon=True).start()
     try:
         with contextlib.suppress(SystemExit):  # uvicorn's word for a port that is taken
             server.run()
     finally:
-        service.close()
+        close()
     if not server.started:
         raise BackendError(f"the service could not listen on {host}:{port}; is the port taken?")
 

@@ -21,32 +21,19 @@ from ..algo.losses import check_loss
 from ..engine.learner import ForwardOutput
 from ..engine.model import LoraConfig
 from .checkpoints import KINDS, ApiError, Checkpoint
-from .door import Door, Wanted, read_fields
+from .door import TEN_YEARS, AdamFields, Door, Lora, Number, Wanted, read_fields
 from .hub import Hub, Op, SamplerSession
 from .proto import loss_config, messages, read_datums, tensor, write_forward, write_sample
 from ..types import AdamParams, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['Number', 'Seq', 'Small', 'TEN_YEARS', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'Lora', 'AdamWConfig', 'CreateModel',
-           'Adam', 'OptimStep', 'Save', 'SaveExternal', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt',
-           'Draw', 'Array', 'Sample', 'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing',
-           'scoring', 'TinkerApi']
+__all__ = ['Seq', 'Small', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'AdamWConfig', 'CreateModel', 'Adam', 'OptimStep', 'Save',
+           'SaveExternal', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt', 'Draw', 'Array', 'Sample',
+           'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing', 'scoring', 'TinkerApi']
 
 # %% ../../nbs/83_serve.tinker.ipynb #c8c7a403
-Number = StrictInt | StrictFloat
 Seq = Annotated[StrictInt, Field(ge=0, lt=1 << 50)]  # a client's number of something
 Small = Annotated[StrictInt, Field(ge=-1, lt=1 << 31)]
-TEN_YEARS = 10 * 366 * 86400
-
-
-class Lora(Wanted):
-    """An adapter's settings."""
-
-    rank: StrictInt = Field(32, ge=1)
-    seed: StrictInt | None = None
-    train_unembed: StrictBool = True
-    train_mlp: StrictBool = True
-    train_attn: StrictBool = True
 
 
 class AdamWConfig(Wanted):
@@ -67,12 +54,9 @@ class CreateModel(Wanted):
     optimizer_config: AdamWConfig | None = None
 
 
-class Adam(Wanted):
+class Adam(AdamFields):
     """One step's settings."""
 
-    learning_rate: Number = 1e-4
-    beta1: Number = 0.9
-    beta2: Number = 0.95
     eps: Number = 1e-12
     weight_decay: Number = 0.0
     grad_clip_norm: Number = 0.0

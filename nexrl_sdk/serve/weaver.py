@@ -34,19 +34,19 @@ from ..engine.learner import ForwardOutput
 from ..engine.model import LoraConfig
 from ..engine.sampler import PromptScores, end_of_sequence
 from .checkpoints import ApiError, Checkpoint
-from .door import Door, Wanted, read_fields, read_json
+from .door import TEN_YEARS, AdamFields, Door, Lora, Number, Wanted, read_fields, read_json
 from .hub import Base, Hub, Op, SamplerSession, Session, TrainedModel
 from .proto import make_datum
 from ..types import AdamParams, Completion, DataError, Datum, NexRLError, SamplingParams, is_number, nearest
 
 # %% auto #0
-__all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'Number', 'TokenId', 'TEN_YEARS', 'GRACE', 'PATIENCE', 'METRICS', 'HOLD', 'POLL',
-           'URLS', 'outer_id', 'inner_id', 'split_address', 'address_of', 'uuid_of', 'checkpoint_id', 'read_tensor',
-           'read_multipart', 'Sent', 'read_sent', 'read_loss', 'read_tokens', 'Pass', 'read_pass', 'write_pass', 'Lora',
-           'CreateModel', 'Payload', 'Adam', 'ExportSampler', 'SaveCheckpoint', 'LoadCheckpoint', 'SetTtl', 'ExportHf',
-           'OpenSampling', 'Draw', 'SampleBody', 'LogprobsBody', 'Numbers', 'Operations', 'PassAnswer',
-           'WeaverTraining', 'checkpoint_record', 'is_artifact', 'WeaverCheckpoints', 'artifact_id', 'artifact_record',
-           'WeaverExports', 'drawing', 'weights_of', 'write_samples', 'WeaverSampling', 'WeaverApi']
+__all__ = ['SCHEME', 'CUSTOM', 'LOSS_CONFIG', 'TokenId', 'GRACE', 'PATIENCE', 'METRICS', 'HOLD', 'POLL', 'URLS', 'outer_id',
+           'inner_id', 'split_address', 'address_of', 'uuid_of', 'checkpoint_id', 'read_tensor', 'read_multipart',
+           'Sent', 'read_sent', 'read_loss', 'read_tokens', 'Pass', 'read_pass', 'write_pass', 'CreateModel', 'Payload',
+           'Adam', 'ExportSampler', 'SaveCheckpoint', 'LoadCheckpoint', 'SetTtl', 'ExportHf', 'OpenSampling', 'Draw',
+           'SampleBody', 'LogprobsBody', 'Numbers', 'Operations', 'PassAnswer', 'WeaverTraining', 'checkpoint_record',
+           'is_artifact', 'WeaverCheckpoints', 'artifact_id', 'artifact_record', 'WeaverExports', 'drawing',
+           'weights_of', 'write_samples', 'WeaverSampling', 'WeaverApi']
 
 # %% ../../nbs/83_serve.weaver.ipynb #ef17c8ce
 SCHEME = "weaver://"
@@ -382,19 +382,7 @@ def _logprobs(out: ForwardOutput, masked: Sequence[np.ndarray | None]) -> list[n
     return [np.ascontiguousarray(x if gone is None else np.where(gone, 0, x), "<f4") for x, gone in zip(out.logprobs, masked)]
 
 # %% ../../nbs/83_serve.weaver.ipynb #c8e6624f
-Number = StrictInt | StrictFloat
 TokenId = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
-TEN_YEARS = 10 * 366 * 86400
-
-
-class Lora(Wanted):
-    """An adapter's settings."""
-
-    rank: StrictInt = Field(32, ge=1)
-    seed: StrictInt | None = None
-    train_unembed: StrictBool = True
-    train_mlp: StrictBool = True
-    train_attn: StrictBool = True
 
 
 class CreateModel(Wanted):
@@ -421,12 +409,9 @@ class Payload(Wanted):
     metadata: Any = None
 
 # %% ../../nbs/83_serve.weaver.ipynb #9296bc89
-class Adam(Wanted):
+class Adam(AdamFields):
     """One step's settings."""
 
-    learning_rate: Number = 1e-4
-    beta1: Number = 0.9
-    beta2: Number = 0.95
     eps: Number = 1e-8
     weight_decay: Number = 1e-2
     grad_clip_norm: Number = 1.0

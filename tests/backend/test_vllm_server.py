@@ -287,12 +287,18 @@ def test_completions_go_on_over_an_update(engine: Any, vllm_server: Any, vllm_mo
 
 
 def test_scores_while_paused_and_draws_again_after_a_roll_back(engine: Any, vllm_server: Any, vllm_model: Any) -> None:
-    under_way = pause_within(engine, vllm_server)
-    engine.update_from_folder(vllm_model(1), 3)
-    close_to(engine.logprobs([PROMPT])[0], oracle(vllm_model(1), PROMPT))
-    assert engine.health()["paused"]
-    engine.update_from_folder(vllm_model(0), 0)
-    engine.resume()
+    for _ in range(4):
+        under_way = pause_within(engine, vllm_server)
+        engine.update_from_folder(vllm_model(1), 3)
+        close_to(engine.logprobs([PROMPT])[0], oracle(vllm_model(1), PROMPT))
+        assert engine.health()["paused"]
+        time.sleep(0.3)
+        caught = under_way.is_alive()  # scoring lets the others draw: one near its end may have ended under version 3, rightly
+        engine.update_from_folder(vllm_model(0), 0)
+        engine.resume()
+        if caught:
+            break
+    assert caught
     for c in under_way.result():
         assert c.weight_version == 0 and c.weight_versions is None
         close_to(c.logprobs, oracle(vllm_model(0), PROMPT + c.tokens)[6:], 5e-4)
