@@ -85,11 +85,11 @@ def test_an_impatient_interrupt_leaves_no_process(moment: str, tiny: Callable[..
         service = subprocess.Popen([*COMMAND, "serve", "train", "--model", str(tiny("qwen2")), "--world-size", "2", "--port", "0", "--root", str(tmp_path / "root")], stdout=said, stderr=said, start_new_session=True)
     found: dict[int, bytes] = {}
     try:
-        while service.poll() is None and not (b"torch.distributed.run" in b" ".join(found.values()) if moment == "starting" else "training service on" in (tmp_path / "said").read_text()):
+        while service.poll() is None and not (len(found) >= 2 and (moment == "starting" or "training service on" in (tmp_path / "said").read_text())):
             time.sleep(0.05)
-            found = below(service.pid)
+            found = {pid: command for pid, command in below(service.pid).items() if b"torch.distributed.run" in command}  # its supervisor, and itself
         for _ in range(5):
-            found |= below(service.pid)
+            found = {**below(service.pid), **found}  # one that has ended has no command any more
             service.send_signal(signal.SIGINT)
             time.sleep(0.1)
         assert service.wait(60) in (0, 130, -signal.SIGINT)  # the last: one that came when all was done
