@@ -197,10 +197,10 @@ def test_what_cannot_be_done_is_said_and_the_group_goes_on(group: WorkerGroup) -
         group.sample([[1]])
     with pytest.raises(CheckpointError, match="no adapter"):
         group.export_adapter("nowhere")
-    flag = threading.Event()
+    many, flag = make_data(0, 3000), threading.Event()
     threading.Timer(0.3, flag.set).start()
     with pytest.raises(Interrupted, match="between micro-batches"):
-        group.forward_backward(make_data(0, 3000), "ppo", stop_flag=flag)
+        group.forward_backward(many, "ppo", stop_flag=flag)
     with pytest.raises(BackendError, match="no gradients"):  # undone
         group.optim_step()
     for name, _ in group.named_weights():  # left in the middle
@@ -268,13 +268,13 @@ def test_lora_over_two_ranks(lora_group: WorkerGroup, folder: Path, tmp_path: Pa
 
 
 def test_a_rank_that_is_killed_ends_the_group_and_says_so(lora_group: WorkerGroup) -> None:
-    pids = pids_of(lora_group)
+    pids, data = pids_of(lora_group), make_data(0)
     killer = threading.Timer(0.3, os.kill, (pids[2], signal.SIGKILL))
     killer.start()
     start = time.monotonic()
     with pytest.raises(BackendError, match=r"rank 1 of 2 was ended by SIGKILL during 'forward_backward'"):
         while time.monotonic() < start + 30:
-            lora_group.forward_backward(make_data(0), "ppo")
+            lora_group.forward_backward(data, "ppo")
     assert time.monotonic() < start + 30 and all_gone(pids)
     again = time.monotonic()
     with pytest.raises(BackendError, match="ended by SIGKILL"):
@@ -287,11 +287,11 @@ def test_a_rank_that_is_killed_ends_the_group_and_says_so(lora_group: WorkerGrou
 
 def test_an_interrupt_stops_the_ranks_and_leaves_them_ready(group: WorkerGroup) -> None:
     group.zero_grad()
-    before = group.forward(make_data(0)).loss
+    before, many = group.forward(make_data(0)).loss, make_data(0, 3000)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        group.forward_backward(make_data(0, 3000), "ppo")
+        group.forward_backward(many, "ppo")
     with pytest.raises(BackendError, match="no gradients"):
         group.optim_step()
     assert group.forward(make_data(0)).loss == before and group.health()["status"] == "ok"
