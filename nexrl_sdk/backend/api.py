@@ -55,9 +55,6 @@ def api_loss_config(
     return found
 
 # %% ../../nbs/36_backend.api.ipynb #365098a3
-_INPUTS = ("weights", "logprobs", "advantages", "sequence_ratio_mask", *_CLIP)
-
-
 def wire_inputs(
     datum: Datum,
     loss_fn: str,
@@ -373,11 +370,16 @@ class ApiBackend(Backend):
         else:
             check_settings(self.holder_class, base_model, settings)
             holder = self.holder_class(url, base_model=base_model, **settings)  # type: ignore[call-arg]
-        self.service_holder, self.tokenizer = holder, holder.tokenizer
         self._owned, self._closed, self._version, self._keep = owned or contextlib.ExitStack(), False, 0, keep_last
-        self._lock, self._waiting = threading.RLock(), 0  # calls whose gradients no step has used
+        self._waiting = 0  # calls whose gradients no step has used
         self._saved: deque[str] = deque()
-        self.capabilities = Capabilities(reference=True, max_length=holder.max_length, losses=tuple(API_LOSSES))
+        try:
+            self.service_holder, self.tokenizer = holder, holder.tokenizer
+            self.capabilities = Capabilities(reference=True, max_length=holder.max_length, losses=tuple(API_LOSSES))
+        except BaseException:
+            if holder is not base_model:
+                holder.close()
+            raise
 
     @property
     def weight_version(self) -> int:
@@ -404,6 +406,7 @@ class ApiBackend(Backend):
     def forward(self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", loss_config: Mapping[str, Any] | None = None, *, reference: bool = False, stop_flag: threading.Event | None = None) -> ForwardOutput:
         """Evaluate a loss without a gradient; by the base model, logprobs alone."""
         holder = self._open()
+        _go_on(stop_flag)
         if not reference:
             return holder.submit_forward_backward(datums, loss_fn, loss_config, forward_only=True).result()
         if any(d.targets.ndim > 1 for d in datums):

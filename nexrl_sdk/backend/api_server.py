@@ -75,7 +75,8 @@ def _server(recipe: Any, api: str, place: Path, owned: contextlib.ExitStack, say
     args += ["--max-length", str(m.max_length)] if m.max_length else []
     args += ["--trust-remote-code"] if m.trust_remote_code else []
     began = time.monotonic()
-    running = owned.enter_context(start_api_server(api, {api_name(recipe): recipe.model_path()}, place / "api", args=args, log_path=place / "api.log"))
+    root = recipe.config.service.train_service.checkpoint_root or place / "api"
+    running = owned.enter_context(start_api_server(api, {api_name(recipe): recipe.model_path()}, root, args=args, log_path=place / "api.log"))
     say(f"the server is ready ({time.monotonic() - began:.0f} s)")
     return running.url, running.key
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import platform
+import shutil
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .base import Backend, Capabilities
 from .http import create_train_service_client
@@ -30,9 +31,10 @@ from ..engine.model import load_tokenizer
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, Datum, NexRLError, SamplingParams
 
 Say = Callable[[str], None]
+B = TypeVar("B", bound=Backend)
 
 # %% auto #0
-__all__ = ['Say', 'SelfHostedBackend', 'plain_pusher', 'remote_name', 'HealthWatch', 'group_settings', 'local_service',
+__all__ = ['Say', 'B', 'SelfHostedBackend', 'plain_pusher', 'remote_name', 'HealthWatch', 'group_settings', 'local_service',
            'Starting', 'saved_dtype', 'make_pusher', 'connect', 'well', 'make_backend']
 
 # %% ../../nbs/36_backend.self_hosted.ipynb #bb447c7a
@@ -72,7 +74,7 @@ class SelfHostedBackend(Backend):
         progress: Say | None = None,  # told what takes a while
     ) -> SelfHostedBackend:
         """Start or reach the services of a recipe."""
-        return connect(recipe, folder or tempfile.mkdtemp(prefix="nexrl_services_"), train_url=train_url, inference_url=inference_url, progress=progress)
+        return _placed(folder, lambda place: connect(recipe, place, train_url=train_url, inference_url=inference_url, progress=progress))
 
     watch: HealthWatch | None  # asks the services whether they are well
 
@@ -454,7 +456,7 @@ def make_backend(
 
         if inference_url is not None:
             raise ConfigError(f"inference_url={inference_url!r} was given, but this recipe samples through {s.train_service.backend.capitalize()}'s API: give train_url")
-        return connect_api(recipe, folder or tempfile.mkdtemp(prefix="nexrl_services_"), train_url=train_url, progress=progress)
+        return _placed(folder, lambda place: connect_api(recipe, place, train_url=train_url, progress=progress))
     if s.train_service.backend == "local" and s.inference_service.backend == "local":
         for name, url in (("train_url", train_url), ("inference_url", inference_url)):
             if url is not None:
@@ -464,4 +466,16 @@ def make_backend(
         if progress is not None and recipe.config.model.builder:
             progress(f"making the model ({recipe.config.model.builder})")
         return LocalBackend.from_recipe(recipe)
-    return connect(recipe, folder or tempfile.mkdtemp(prefix="nexrl_services_"), train_url=train_url, inference_url=inference_url, progress=progress)
+    return _placed(folder, lambda place: connect(recipe, place, train_url=train_url, inference_url=inference_url, progress=progress))
+
+
+def _placed(folder: str | Path | None, make: Callable[[str | Path], B]) -> B:
+    """A backend with a folder for its services; a temporary one goes with it, and stays after an error, for the logs in it."""
+    if folder is not None:
+        return make(folder)
+    place = tempfile.mkdtemp(prefix="nexrl_services_")
+    backend: Any = make(place)
+    services = backend._owned.pop_all()
+    backend._owned.callback(shutil.rmtree, place, ignore_errors=True)
+    backend._owned.callback(services.close)  # the services end first
+    return backend

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from .api import ApiBackend, ApiHolder, check_metadata, plain_metrics, wire_config, wire_inputs
+from .api import LOCAL, ApiBackend, ApiHolder, check_metadata, plain_metrics, wire_config, wire_inputs
 from .http import check_key, check_url
 from ..engine.learner import ForwardOutput
 from ..engine.model import load_tokenizer
@@ -124,7 +124,7 @@ class WeaverServiceHolder(ApiHolder):
         self._base: Mapping[str, Any] = {}
         where = {"base_url": None if url is None else check_url(url), "api_key": check_key(api_key)}
         with told("reaching Weaver's API"):
-            self._near = urlsplit(where["base_url"] or os.environ.get("WEAVER_BASE_URL", "")).hostname in ("127.0.0.1", "localhost", "::1")
+            self._near = urlsplit(where["base_url"] or os.environ.get("WEAVER_BASE_URL", "")).hostname in LOCAL
             self._service = weaver.ServiceClient(**where, tensor_transport=tensor_transport, heartbeat_interval=0.5 if self._near else 30.0)
         try:
             with told("reaching Weaver's API"):

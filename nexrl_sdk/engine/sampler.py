@@ -27,7 +27,7 @@ from ..types import BackendError, Completion, ConfigError, ContextOverflowError,
 
 # %% auto #0
 __all__ = ['SMALL', 'Stops', 'end_of_sequence', 'Job', 'Request', 'Row', 'Records', 'closed_ranks', 'Turns', 'Lane',
-           'PromptScores', 'score_rows', 'Sampler', 'threads_for', 'torch_threads']
+           'PromptScores', 'score_rows', 'Sampler', 'threads_for']
 
 # %% ../../nbs/21_engine.sampler.ipynb #f1dad93d
 @dataclass(frozen=True)
@@ -818,14 +818,3 @@ SMALL = 5_000_000  # parameters below which one thread is best
 def threads_for(model: EngineModel) -> int:
     """How many threads torch should use for a model: one for a small one on CPU, else all it would."""
     return 1 if model.device.type == "cpu" and model.num_parameters < SMALL else torch.get_num_threads()
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Within it torch computes with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

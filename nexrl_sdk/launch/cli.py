@@ -99,8 +99,8 @@ def _own(overrides: list[str]) -> str:
     return f" {shlex.join(kept)}" if kept else ""
 
 
-def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str = "", own: str = "", groups: bool = True) -> str:
-    """The last lines of a run."""
+def _closing(summary: dict[str, Any], recipe: str | None, report: bool, addresses: str = "", own: str = "", groups: bool = True, longer: bool = True) -> str:
+    """The last lines of a run; without a recipe nothing is said of other runs, without `longer` nothing of more steps."""
     folder = _relative(summary["folder"])
     supervised = summary["reward/before"] is None and summary["reward/after"] is None and "loss/first" in summary
     if supervised:
@@ -108,7 +108,7 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str 
     else:
         label = "held-out reward" if summary["reward/of"].startswith("held") else "training reward"
         result = f"{label}  {_number(summary['reward/before'])} -> {_number(summary['reward/after'])}"
-    done = ["this run was finished already; with --steps it is trained further"] if summary.get("finished") else []
+    done = ["this run was finished already" + ("; with --steps it is trained further" if longer else "")] if summary.get("finished") else []
     if "reverse_kl/first" in summary:  # distillation: what is learned from; rewards are only looked at
         done.append(f"reverse KL       {summary['reverse_kl/first']:.3f} -> {summary['reverse_kl/last']:.3f} nats a token, from the teacher")
     lines = [*done, f"{result}  ({summary['steps']} steps, {summary['seconds']:.1f} s)", f"run folder       {folder}"]
@@ -116,14 +116,19 @@ def _closing(summary: dict[str, Any], recipe: str, report: bool, addresses: str 
         lines.append(f"report           {folder}/report.html")
     if not supervised and summary.get("group/frac_zero_std", 0.0) > 0.99:
         lines.append("\nnothing to learn from: the answers to a prompt all had the same reward. Look at them in the report, then change the reward or the prompts")
-    return "\n".join([*lines, "", *_next_steps(folder, recipe, summary["steps"], supervised or not groups, addresses, own)])
+    further = f"nexrl resume {folder} --steps {max(1, 2 * summary['steps'])}{addresses}" if longer else ""
+    return "\n".join([*lines, *_next_steps(further, recipe, supervised or not groups, addresses, own)])
 
 
-def _next_steps(folder: str, recipe: str, steps: int, supervised: bool, addresses: str = "", own: str = "") -> list[str]:
+def _next_steps(further: str, recipe: str | None, supervised: bool, addresses: str, own: str) -> list[str]:
     """What to try after a run."""
     setting = "trainer.optim.lr=1e-4" if supervised else "trajectory_pool.group_size=16"
-    lines = ["next", f"  train further      nexrl resume {folder} --steps {max(1, 2 * steps)}{addresses}", f"  another seed       nexrl run {recipe}{own} --seed 1{addresses}", f"  another setting    nexrl run {recipe}{own} {setting}{addresses}"]
-    return lines if Path("my_task").exists() else [*lines, "  your own task      nexrl init my_task"]
+    lines = [f"  train further      {further}"] if further else []
+    if recipe is not None:
+        lines += [f"  another seed       nexrl run {recipe}{own} --seed 1{addresses}", f"  another setting    nexrl run {recipe}{own} {setting}{addresses}"]
+    if not Path("my_task").exists():
+        lines.append("  your own task      nexrl init my_task")
+    return ["", "next", *lines] if lines else []
 
 # %% ../../nbs/95_launch.cli.ipynb #50fa816b
 class Stopped(Exception):
@@ -181,8 +186,8 @@ def run(
     loaded = Recipe.load(recipe, changes)
     with stoppable():
         summary = run_recipe(loaded, out=out, train_url=train_url, inference_url=inference_url, report=not no_report)
-    groups = loaded.config.algorithm.type != "cross_entropy"
-    _say("\n" + _closing(summary, _relative(recipe), not no_report, _addresses(train_url, inference_url), _own(changes), groups))
+    groups, longer = loaded.config.algorithm.type != "cross_entropy", loaded.config.trainer.optim.schedule == "constant"
+    _say("\n" + _closing(summary, _relative(recipe), not no_report, _addresses(train_url, inference_url), _own(changes), groups, longer))
 
 
 @app.command(short_help="Go on with a run from its newest checkpoint.")
@@ -206,15 +211,15 @@ def resume(
     changes = [*(overrides or []), *([f"trainer.total_train_steps={steps}"] if steps is not None else [])]
     with stoppable():
         summary = resume_run(run, overrides=changes, train_url=train_url, inference_url=inference_url, report=not no_report)
-    source = _recipe_of(Path(summary["folder"]))
-    _say("\n" + _closing(summary, source, (Path(summary["folder"]) / "report.html").exists(), _addresses(train_url, inference_url)))
+    folder = Path(summary["folder"])
+    _say("\n" + _closing(summary, None, (folder / "report.html").exists(), _addresses(train_url, inference_url), longer=_constant(folder)))
 
 
-def _recipe_of(folder: Path) -> str:
-    from nexrl_sdk.run.store import Folder
+def _constant(folder: Path) -> bool:
+    """Whether a run's learning rate does not depend on its number of steps, so that it can be given more."""
+    from omegaconf import OmegaConf
 
-    file = Path(Folder(folder).info["recipe"] or folder / "recipe.yaml")
-    return _relative(file.parent if file.name in ("recipe.yaml", f"{file.parent.name}.yaml") else file)
+    return bool(OmegaConf.select(OmegaConf.load(folder / "recipe.yaml"), "trainer.optim.schedule", default="constant") == "constant")
 
 # %% ../../nbs/95_launch.cli.ipynb #34c79fa2
 @app.command(short_help="Check a recipe without loading the model.")
@@ -238,7 +243,7 @@ def validate(
     errors = sum(f.level == "error" for f in findings)
     if errors:
         raise typer.Exit(2)
-    _say(f"{loaded!r}\nno errors; run it: nexrl run {_relative(recipe)}{_own(overrides or [])}")
+    _say(f"{loaded!r}\nno errors; run it: {shlex.join(['nexrl', 'run', _relative(recipe), *(overrides or [])])}")
 
 
 @app.command(short_help="Write a self-contained page on a run.")

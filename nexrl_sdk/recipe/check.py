@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .compose import get_path
 from .config import Recipe, code_roles
 from .schema import API_BACKENDS
 from ..types import ConfigError, DataError, NexRLError
@@ -311,6 +312,13 @@ def api_problems(
         yield "rollout_worker.temperature", f"{worker['temperature']}: the losses of a training API are of the distribution at temperature 1, and answers at another one are not of it; take 1.0"
 
 
+_NOT_ASKED = {  # what a training API settles by itself -> its default
+    "model.gradient_checkpointing": False, "model.threads": "auto", "trainer.autocast": "none", "service.train_service.request_timeout": 600.0,
+    "service.inference_service.max_retries": 3, "service.inference_service.request_timeout": 600.0, "service.inference_service.max_model_len": None,
+    "service.inference_service.gpu_memory_utilization": 0.6, "service.inference_service.args": [], "weight.path": None, "weight.keep": 2, "weight.probe": True,
+}  # fmt: skip
+
+
 def check_api(recipe: Recipe) -> Iterator[Finding]:
     """Whether a training API can do what the recipe asks."""
     c = recipe.config
@@ -322,6 +330,11 @@ def check_api(recipe: Recipe) -> Iterator[Finding]:
     for role in ("reference", "critic"):
         if c.service[f"{role}_service"] is not None:
             yield _error(f"service.{role}_service", f"a training API's losses have no use for a {role}; leave it out")
+    if c.model.revision is not None:
+        yield _error("model.revision", f"{c.model.revision!r}: {backend} trains the base model that it has; leave it out, or give the path of a folder with that revision")
+    for key, default in _NOT_ASKED.items():
+        if get_path(recipe.to_dict(), key) != default:
+            yield _warning(key, f"has no effect: {backend} does this in its own way")
     if c.weight.route != "auto":
         yield _error("weight.route", f"{c.weight.route!r}: {backend} moves its own weights from training to sampling; leave it out")
     if importlib.util.find_spec(backend) is None:

@@ -57,12 +57,12 @@ def check_aliases(
     loss_alias: Mapping[str, str],  # loss that clients name -> the one that is computed
 ) -> None:
     """Raise ConfigError where a loss is not there, or one that is there would be hidden."""
-    from nexrl_sdk.serve.tinker import LOSS_CONFIG
+    from nexrl_sdk.backend.api import API_LOSSES
 
     for theirs, ours in loss_alias.items():
-        if ours not in LOSS_CONFIG:
-            raise ConfigError(f"the loss {ours!r} is not known{nearest(ours, LOSS_CONFIG)}")
-        if theirs in LOSS_CONFIG:
+        if ours not in API_LOSSES:
+            raise ConfigError(f"the loss {ours!r} is not known{nearest(ours, API_LOSSES)}")
+        if theirs in API_LOSSES:
             raise ConfigError(f"the loss {theirs!r} is computed as what it is; an alias is for a loss that this server does not have")
 
 
@@ -182,6 +182,8 @@ def serve(
             raise ConfigError(f"there is no API {api!r}{nearest(api, APIS)}")
     if not isinstance(models, Mapping) or not models:
         raise ConfigError(f'models is a mapping of names to folders or Hub ids, such as {{"my-model": "path/to/a/model"}}, not {str(models)[:100]!r}')
+    if "tinker" not in chosen and (loss_alias or client_config):
+        raise ConfigError(f"{'loss_alias' if loss_alias else 'client_config'} is for Tinker's clients, and {' and '.join(chosen)} alone is served")
     check_aliases(loss_alias or {})
     check_serving(chosen, "127.0.0.1", key)
     return _serving(chosen, models, root, port, loss_alias, client_config, key, max_body, limits, options)

@@ -39,12 +39,13 @@ W = TypeVar("W", bound=Wanted)
 def read_fields(
     kind: type[W],
     value: Any,  # what the body holds
+    nulls: bool = False,  # whether null is a value; otherwise it is a field that was left out
 ) -> W:
     """Fields of a JSON body; ApiError 422 names the first that is wrong."""
     if not isinstance(value, dict):
         raise ApiError(f"the body is a JSON object, not {type(value).__name__}", 422)
     try:
-        return kind.model_validate({k: v for k, v in value.items() if v is not None})
+        return kind.model_validate({k: v for k, v in value.items() if nulls or v is not None})
     except ValidationError as e:
         first = e.errors(include_url=False, include_context=False)[0]
         path = ".".join(map(str, first["loc"]))

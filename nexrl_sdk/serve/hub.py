@@ -217,7 +217,7 @@ class Slots:
     def acquire(
         self,
         key: str,
-        folder: Path,  # to read it from, where it is not in memory
+        folder: Callable[[], Path],  # to read it from, where it is not in memory
     ) -> str:  # the adapter's name
         """Weights in memory that stay there until they are released."""
         with self._book:
@@ -227,7 +227,7 @@ class Slots:
                 return self._names[key]
         try:
             with self._loading:
-                return self._names.get(key) or self._new(key, lambda name: self.model.load_adapter(folder, name))
+                return self._names.get(key) or self._new(key, lambda name: self.model.load_adapter(folder(), name))
         except BaseException:
             self.release(key)
             raise
@@ -446,6 +446,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._bytes = 0  # of requests that are being read
         self._names = itertools.count()
+        self._making: set[str] = set()  # models that are on their way
         self.bases: dict[str, Base] = {}
         loaded: dict[str, Base] = {}
         for name, path in models.items():
@@ -638,7 +639,7 @@ class Training(Sessions):
         model_id = f"{session.id}:train:{seq}"
         if self.ops.get(f"{model_id}:0") is None and model_id in session.models:
             raise ApiError(f"this session has a model {seq} already: take another number", 409)
-        if self.ops.get(f"{model_id}:0") is None and self._held() >= self.limits.models:
+        if self.ops.get(f"{model_id}:0") is None and not self._room_for(model_id):
             raise ApiError(f"this server trains {self.limits.models} models at most, and so many are held: end sessions that are not needed, or try later", 429)
         op, new = self.ops.claim(f"{model_id}:0", session.id)
         if new:
@@ -654,12 +655,20 @@ class Training(Sessions):
                         raise
                 return model
 
+            op.future.add_done_callback(lambda _: self._making.discard(model_id))
             base.admit.submit(_run_op, op, work)
+        elif op.done:
+            self._making.discard(model_id)
         return op
 
-    def _held(self) -> int:
+    def _room_for(self, model_id: str) -> bool:
+        """Whether one more model may be made; it counts from now on."""
         with self._lock:
-            return sum(len(s.models) for s in self._sessions.values())
+            held = {m for s in self._sessions.values() for m in s.models} | self._making
+            if model_id not in held and len(held) >= self.limits.models:
+                return False
+            self._making.add(model_id)
+            return True
 
     def _made(self, model_id: str, session: Session, base: Base, lora: LoraConfig, metadata: Mapping[str, Any]) -> TrainedModel:
         model = TrainedModel(model_id, session, base, f"t{next(self._names)}", lora, dict(metadata))
@@ -693,6 +702,14 @@ class Training(Sessions):
         with suppress(ApiError):
             return bool(self.store.run(model_id))
         return False
+
+    def refuse(self, model_id: str, seq: int, error: ApiError) -> Op:
+        """Use up the number of a call that was refused before it could be queued, so that the next ones do not wait for it."""
+
+        def work(op: Op) -> Any:
+            raise error
+
+        return self._call(self.model(model_id), seq, work)
 
     def _call(self, model: TrainedModel, seq: Any, work: Callable[[Op], Any], size: int = 0) -> Op:
         """Put a training call into the line, once."""
@@ -898,7 +915,7 @@ class Hub(Training):
             raise ApiError(f"{source.kind}/{source.name} is not for sampling: save with save_weights_for_sampler, and take that")
         else:
             label = f"{source.run_id}/{source.kind}/{source.name}"
-            made = SamplerSession(ident, session, self.base(source.info["base_model"]), f"{label} {source.time}", source.folder, label)
+            made = SamplerSession(ident, session, self.base(source.info["base_model"]), self._key_of(source), source.folder, label)
         known = session.samplers.get(ident)
         if known is not None and (known.base, known.key) != (made.base, made.key):
             raise ApiError(f"sampler {seq} of this session is there already, and samples from something else", 409)
@@ -954,8 +971,8 @@ class Hub(Training):
         """Remember that a call has ended, for clients that ask for all of a sampler at once."""
         with self._lock:
             sampler.count += 1
-            clone = seq // CLONE if isinstance(seq, int) else 0
-            sampler.finished.setdefault(clone, deque(maxlen=4 * self.limits.requests)).append((sampler.count, ident, good))
+            if isinstance(seq, int):  # calls without a number are asked for one by one
+                sampler.finished.setdefault(seq // CLONE, deque(maxlen=4 * self.limits.requests)).append((sampler.count, ident, good))
             wakers, sampler.wakers = sampler.wakers, []
         for wake in wakers:
             with suppress(RuntimeError):  # its loop has ended
@@ -976,6 +993,15 @@ class Hub(Training):
             if not events:
                 sampler.wakers.append(wake)
             return list(events)
+
+    def forget(
+        self,
+        sampler: SamplerSession,
+        wake: Callable[[], Any],  # as it was given
+    ) -> None:
+        """Wake a client no more."""
+        with self._lock, suppress(ValueError):
+            sampler.wakers.remove(wake)
 
     def _left(self, base: Base) -> None:
         with self._lock:
@@ -1013,11 +1039,23 @@ class Hub(Training):
         for part in parts:
             part.add_done_callback(one_more)
 
-    def _place_of(self, sampler: SamplerSession) -> Path:
-        """The folder of a sampler's weights; ApiError where it was deleted."""
-        if sampler.folder is None or not sampler.folder.is_dir():
+    def _place_of(self, sampler: SamplerSession) -> Callable[[], Path]:
+        """How to come to the folder of a sampler's weights; ApiError where it was deleted, and when called where it holds others by now."""
+        folder = sampler.folder
+        if folder is None or not folder.is_dir():
             raise ApiError(f"the weights of sampler {sampler.id} ({sampler.checkpoint or 'unnamed'}) were deleted, or have expired", 404)
-        return sampler.folder
+
+        def place() -> Path:
+            if sampler.checkpoint is not None and sampler.key != self._key_of(self.store.find(*sampler.checkpoint.rsplit("/", 2))):
+                raise ApiError(f"the weights of sampler {sampler.id} are gone: others were saved as {sampler.checkpoint} since; open a new sampler", 404)
+            return folder
+
+        return place
+
+    @staticmethod
+    def _key_of(source: Checkpoint) -> str:
+        """What tells a checkpoint's weights from those that are saved under its name later."""
+        return f"{source.run_id}/{source.kind}/{source.name} {source.time}"
 
 
 def _scores(sampler: Sampler, prompt: list[int], adapter: str | None, *, draw_temperature: float = 1.0, **wanted: Any) -> PromptScores:

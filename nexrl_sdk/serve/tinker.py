@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import hashlib
 import math
 import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from ..algo.losses import check_loss
+from ..backend.api import API_LOSSES
 from ..engine.learner import ForwardOutput
 from ..engine.model import LoraConfig
 from .checkpoints import KINDS, ApiError, Checkpoint
@@ -27,7 +29,7 @@ from .proto import loss_config, messages, read_datums, tensor, write_forward, wr
 from ..types import AdamParams, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['Seq', 'Small', 'SCHEME', 'POLL', 'CONFIG', 'LOSS_CONFIG', 'AdamWConfig', 'CreateModel', 'Adam', 'OptimStep', 'Save',
+__all__ = ['Seq', 'Small', 'N', 'SCHEME', 'POLL', 'CONFIG', 'AdamWConfig', 'CreateModel', 'Adam', 'OptimStep', 'Save',
            'SaveExternal', 'SaveForSampler', 'Load', 'OpenSampler', 'TokenChunk', 'Prompt', 'Draw', 'Array', 'Sample',
            'SamplerTarget', 'Finished', 'split_path', 'path_of', 'listed', 'drawing', 'scoring', 'TinkerApi']
 
@@ -191,6 +193,7 @@ class Finished(Wanted):
     retrieved_request_ids: list[StrictStr] = Field(default_factory=list)
 
 # %% ../../nbs/83_serve.tinker.ipynb #a40e1f34
+N = TypeVar("N", bound=Wanted)
 SCHEME = "tinker://"
 
 
@@ -386,13 +389,13 @@ class TinkerApi(Door):
     def loss(self, name: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The loss that is computed for a client's; ApiError where there is none."""
         chosen = self.alias.get(name, name)
-        if chosen not in LOSS_CONFIG:
-            hint = f"; start the server with --loss-alias {name}=importance_sampling to have that computed for it" if name == "stable_reinforce" else nearest(name, LOSS_CONFIG)
+        if chosen not in API_LOSSES:
+            hint = f"; start the server with --loss-alias {name}=importance_sampling to have that computed for it" if name == "stable_reinforce" else nearest(name, API_LOSSES)
             raise ApiError(f"the loss {name!r} is not known{hint}")
-        own = {k: v for k, v in config.items() if not (name in self.alias and k not in LOSS_CONFIG[chosen])}
+        own = {k: v for k, v in config.items() if not (name in self.alias and k not in API_LOSSES[chosen])}
         for k in own:
-            if k not in LOSS_CONFIG[chosen]:
-                raise ApiError(f"the loss {name!r} takes no {k!r}{nearest(k, LOSS_CONFIG[chosen])}")
+            if k not in API_LOSSES[chosen]:
+                raise ApiError(f"the loss {name!r} takes no {k!r}{nearest(k, API_LOSSES[chosen])}")
         check_loss(chosen, own)
         return chosen, own
 
@@ -418,18 +421,32 @@ class TinkerApi(Door):
                 raise problem[0]
             return read_datums(given.data, name)
 
+        mark = await asyncio.to_thread(hashlib.sha256, body) if len(body) > 1 << 16 else hashlib.sha256(body)
         op = self.hub.forward_backward(given.model_id, given.seq_id, datums, name, config, forward_only=given.forward_only, size=len(body))
-        mark = (given.loss_fn, given.forward_only, len(given.data), given.ByteSize())
-        return self.future(op, mark, _forward_answer, model_id=given.model_id)
+        return self.future(op, mark.digest(), _forward_answer, model_id=given.model_id)
+
+    async def _numbered(self, kind: type[N], request: Any) -> N:
+        """A training call; where it is refused, its number is used up."""
+        value = await self.object(request)
+        try:
+            return read_fields(kind, value)
+        except ApiError as e:
+            if isinstance(value, dict) and isinstance(value.get("model_id"), str) and isinstance(value.get("seq_id"), int):
+                with suppress(ApiError):  # what is wrong with the number itself
+                    self.hub.refuse(value["model_id"], value["seq_id"], e)
+            raise
 
     async def optim_step(self, request: Any) -> Any:
         """One step of AdamW."""
-        wanted = read_fields(OptimStep, await self.object(request))
+        wanted = await self._numbered(OptimStep, request)
 
         def adam() -> AdamParams:
             if wanted.optimizer_params is not None:
                 raise ApiError(f"the optimizer {str(wanted.optimizer_params.get('type'))[:40]!r} is not known; this server has adamw")
-            return AdamParams(**{k: float(v) for k, v in read_fields(Adam, wanted.adam_params or {}).model_dump().items()})
+            given = wanted.adam_params or {}
+            if null := next((k for k, v in given.items() if v is None), None):  # what JSON makes of NaN and infinity
+                raise ApiError(f"{null} is null, which is no number; if it was computed, it was not finite", 422)
+            return AdamParams(**{k: float(v) for k, v in read_fields(Adam, given).model_dump().items()})
 
         op = self.hub.optim_step(wanted.model_id, wanted.seq_id, adam)
         return self.future(op, wanted, lambda out: {"metrics": {"grad_norm": out["grad_norm"]}}, model_id=wanted.model_id)
@@ -438,31 +455,36 @@ class TinkerApi(Door):
 
     def _save(self, wanted: Save, kind: str, **more: Any) -> Any:
         if wanted.path is None:
-            raise ApiError("a name to save under is missing: path")
+            raise self._refused(wanted, "a name to save under is missing: path")
         op = self.hub.save(wanted.model_id, wanted.seq_id, wanted.path, kind, ttl=wanted.ttl_seconds, overwrite=wanted.overwrite, metadata=wanted.user_metadata, **more)
         return self.future(op, wanted, lambda c: {"path": path_of(c), "type": wanted.type}, model_id=wanted.model_id)
 
+    def _refused(self, wanted: Save, why: str) -> ApiError:
+        error = ApiError(why)
+        self.hub.refuse(wanted.model_id, wanted.seq_id, error)
+        return error
+
     async def save(self, request: Any) -> Any:
-        return self._save(read_fields(Save, await self.object(request)), "weights")
+        return self._save(await self._numbered(Save, request), "weights")
 
     async def save_external(self, request: Any) -> Any:
         """The adapter as peft writes it, with the tokenizer, to be fetched."""
-        wanted = read_fields(SaveExternal, await self.object(request))
+        wanted = await self._numbered(SaveExternal, request)
         return self._save(wanted, "external_weights", recipients=wanted.age_encryption_recipients or ())
 
     async def save_for_sampler(self, request: Any) -> Any:
         """Weights to sample from, under a name or for one sampler."""
-        wanted = read_fields(SaveForSampler, await self.object(request))
+        wanted = await self._numbered(SaveForSampler, request)
         if wanted.path is not None:
             return self._save(wanted, "sampler_weights")
         if wanted.sampling_session_seq_id is None:
-            raise ApiError("save_weights_for_sampler takes a path (a name), or a sampling_session_seq_id")
+            raise self._refused(wanted, "save_weights_for_sampler takes a path (a name), or a sampling_session_seq_id")
         op = self.hub.snapshot(wanted.model_id, wanted.seq_id, wanted.sampling_session_seq_id)
         return self.future(op, wanted, lambda s: {"sampling_session_id": s.id, "type": "save_weights_for_sampler"}, model_id=wanted.model_id)
 
     async def load(self, request: Any) -> Any:
         """Go on from a checkpoint, with a new model or the one that there is."""
-        wanted = read_fields(Load, await self.object(request))
+        wanted = await self._numbered(Load, request)
         encode = lambda model: {"path": wanted.path, "model_id": model.id, "type": "load_weights"}
         if wanted.session_id is not None and wanted.model_seq_id is not None:
             source = self.hub.store.find(*split_path(wanted.path))
@@ -545,14 +567,22 @@ class TinkerApi(Door):
         sampler = self.hub.sampler(wanted.target.sampling_session_id)
         loop, more = asyncio.get_running_loop(), asyncio.Event()
         until = loop.time() + min(POLL, POLL if wanted.timeout is None else float(wanted.timeout))
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(more.set)
+
         while True:
             more.clear()
-            found = self.hub.finished_after(sampler, wanted.target.cloned_sampler_id, wanted.prev_cursor, lambda: loop.call_soon_threadsafe(more.set))
+            found = self.hub.finished_after(sampler, wanted.target.cloned_sampler_id, wanted.prev_cursor, wake)
             if found or loop.time() >= until:
                 done = [{"state": "finished" if good else "failed", "request_id": ident} for _, ident, good in found]
                 return {"completions": done, "cursor": found[-1][0] if found else wanted.prev_cursor}
-            with suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(more.wait(), until - loop.time())
+            except TimeoutError:
+                pass
+            finally:
+                self.hub.forget(sampler, wake)
 
     def lost(self, ident: str) -> Any:
         """A call that is not known: samples are asked for again by the client, training is not."""
@@ -644,10 +674,6 @@ class TinkerApi(Door):
         return FileResponse(found)
 
 # %% ../../nbs/83_serve.tinker.ipynb #b7e29dcd
-_CLIP = ("clip_low_threshold", "clip_high_threshold")
-LOSS_CONFIG: dict[str, tuple[str, ...]] = {"cross_entropy": (), "importance_sampling": (), "ppo": _CLIP, "cispo": _CLIP, "gspo": _CLIP, "dro": ("beta",)}
-
-
 def _forward_answer(out: ForwardOutput) -> bytes:
     metrics = {"loss:sum": out.loss, **{f"{k}:mean": v for k, v in out.metrics.items() if ":" not in k and math.isfinite(v)}}
     return write_forward(out.logprobs, metrics)

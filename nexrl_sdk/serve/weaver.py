@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from ..algo.losses import check_loss
 from ..backend.api import API_LOSSES
@@ -607,7 +607,7 @@ class Operations(Door):
 
     async def object(self, request: Any) -> Any:
         """A JSON object; ApiError where the body is none."""
-        found = _json(await self.body(request))
+        found = await super().object(request)
         if not isinstance(found, dict):
             raise ApiError(f"the body is a JSON object, not {type(found).__name__}", 422)
         return found
@@ -895,7 +895,8 @@ class WeaverCheckpoints(WeaverTraining):
             op = numbers.put(lambda n: self.hub.save(model.id, n, name, "sampler_weights", ttl=wanted.ttl_seconds, metadata={"checkpoint_type": "sampling", "passing": passing}), wanted.seq_id, sent.digest)
             op.encode = lambda c: {"model_path": address_of(c), "path": address_of(c), "checkpoint": checkpoint_record(c)}
             if passing:
-                op.future.add_done_callback(lambda _: self._trim(model.id))
+                run_id = model.id  # and not the model, which would be kept by what it keeps
+                op.future.add_done_callback(lambda _: self._trim(run_id))
         return await self.answer(op)
 
     def _trim(self, run_id: str) -> None:
@@ -1174,6 +1175,7 @@ class WeaverSampling(WeaverExports):
         """Let a sampler go, and give up what it draws."""
         sampler = self._sampler(request)
         sampler.session.samplers.pop(sampler.id, None)
+        self.hub.records.add(sampler.session.id, event="retired", id=sampler.id)
         for op in self.hub.ops.of_session(sampler.session.id):
             if op.id.startswith(f"{sampler.id}:"):
                 op.stop.set()

@@ -18,6 +18,7 @@ from ..backend.service import ActorConfig
 from ..recipe.check import api_problems
 from ..recipe.schema import API_BACKENDS
 from .base import BaseTrainer, _get
+from .modes import overlaps
 from .self_hosted import actor_config
 from ..types import AdamParams, ConfigError, Datum, NonFiniteError, Trajectory, nearest
 
@@ -114,9 +115,12 @@ class RemoteApiTrainer(BaseTrainer):
     def _settings(self, actor: ActorConfig) -> ActorConfig:
         """How a batch becomes optimizer steps, with the loss that is wanted."""
         given = _get(_get(_get(self._config, "train_service", {}), "config", {}), "loss_fn") or _get(_get(self._config, "algorithm", {}), "loss_fn")
-        default = actor.loss_fn if self.by_preset or actor.loss_fn == "cross_entropy" else "importance_sampling"
+        default = actor.loss_fn if self.by_preset or actor.loss_fn == "cross_entropy" or overlaps(self.recipe) else "importance_sampling"  # answers of older weights need a loss that clips
         if (given or default) == actor.loss_fn:
             return actor
+        lost = [k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "dual_clip", "entropy_coef", "kl_loss_coef") if _get(_get(self._config, "algorithm", {}), k)]
+        if lost:
+            raise ConfigError(f"algorithm.{lost[0]}: {type(self).__name__} learns by {given or default}, which would not see it; name a loss that does, as in algorithm.loss_fn: {actor.loss_fn}, or leave it out")
         return replace(actor, loss_fn=given or default, loss_config={k: v for k, v in actor.loss_config.items() if k == "temperature"})
 
     def _check_losses(self) -> None:
@@ -210,7 +214,8 @@ class RemoteApiTrainer(BaseTrainer):
         return self._record_update(metrics, began)
 
     def _learn(self, datums: list[Datum], steps: int) -> dict[str, float]:
-        before, self._dirty = self._dirty, steps > 0  # what was broken off behind the first step can only be rewound
+        before = self._dirty
+        self._dirty = before or steps > 0  # what was broken off behind the first step can only be rewound
         try:
             found = dict(self.service_holder.train(datums, config=self.train_config()).get("metrics", {}))
             self._dirty = before

@@ -226,6 +226,16 @@ def test_errors_have_the_services_words(server: ApiServer, holder: WeaverService
         WeaverServiceHolder(server.url)
 
 
+def test_a_backend_that_cannot_be_made_leaves_no_heartbeat(server: ApiServer) -> None:
+    before = {t.ident for t in threading.enumerate()}
+    with pytest.raises(ConfigError):
+        WeaverBackend("org/tiny", url=server.url, tokenizer="/nowhere/at/all", **SETTINGS)
+    deadline = time.monotonic() + 20
+    while beating := [t.name for t in threading.enumerate() if t.ident not in before and "heartbeat" in t.name.lower()]:
+        assert time.monotonic() < deadline, beating
+        time.sleep(0.05)
+
+
 def test_closing_ends_the_model_at_once(server: ApiServer) -> None:
     h = WeaverServiceHolder(server.url, **SETTINGS)
     ident = h.training.model_id
@@ -237,4 +247,3 @@ def test_closing_ends_the_model_at_once(server: ApiServer) -> None:
         h.forward_backward(datums())
     with pytest.raises(BackendError, match="closed"):
         h.sample([[1]], [SamplingParams()])
-    assert ours.PARALLEL > 1

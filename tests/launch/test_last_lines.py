@@ -19,6 +19,9 @@ def test_training_further_is_offered_and_a_template_only_where_none_is(tmp_path,
     assert "nexrl resume runs/a --steps 40" in said and "nexrl init my_task" in said
     (tmp_path / "my_task").mkdir()
     assert "nexrl init" not in closing(tmp_path / "runs/a")
+    once = _closing({"reward/before": 0.4, "reward/after": 0.9, "reward/of": "held-out rows", "steps": 20, "seconds": 1.0, "folder": "runs/a"}, "recipes/reverse", True, longer=False)
+    assert "nexrl resume" not in once and "--seed 1" in once, "the learning rate was to end with the last step"
+    assert "next" not in _closing({"reward/before": 0.4, "reward/after": 0.9, "reward/of": "held-out rows", "steps": 20, "seconds": 1.0, "folder": "runs/a"}, None, True, longer=False)
 
 
 def test_rewards_that_never_differ_are_named(tmp_path):

@@ -122,6 +122,7 @@ def test_apis_and_their_trainers_belong_together():
         ({"rollout_worker": {"min_p": 0.1}}, "rollout_worker.min_p"),
         ({"service": {"reference_service": {"path": "r"}}}, "service.reference_service"),
         ({"weight": {"route": "lora"}}, "weight.route"),
+        ({"model": {"revision": "main"}}, "model.revision"),
     ],
 )
 def test_what_the_losses_of_an_api_cannot_do(extra, key):
@@ -141,3 +142,9 @@ def test_a_key_of_the_environment_stays_a_reference(monkeypatch):
     text = recipe.to_yaml()
     assert "tml-secret" not in text and "${oc.env:TASK_KEY}" in text
     assert Recipe.from_dict(yaml.safe_load(text)).config.service.train_service.api_key == "tml-secret"
+
+
+def test_what_an_api_settles_by_itself_is_named():
+    extra = {"trainer": {"autocast": "bfloat16"}, "model": {"threads": 2}, "service": {"inference_service": {"max_retries": 5}}}
+    found = [f for f in check_api(Recipe.from_dict(merged(merged(BASE, TINKER), extra))) if f.level == "warning"]
+    assert [f.key for f in found] == ["model.threads", "trainer.autocast", "service.inference_service.max_retries"] and "has no effect" in found[0].message

@@ -18,6 +18,7 @@ tinker = pytest.importorskip("tinker", reason="the tinker client is not installe
 from tinker import types
 
 from nexrl_sdk import serve
+from nexrl_sdk.serve.hub import Limits
 from nexrl_sdk.types import SamplingParams
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -292,6 +293,38 @@ def test_weights_of_a_sampler_do_not_change(service: Any) -> None:
 
 
 # what is kept --------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_is_refused_stops_none_after_it(service: Any) -> None:
+    """The client has given it a number, which the next call must not wait for."""
+    trainer = trained(service)
+    with pytest.raises(Exception, match="ttl_seconds"):
+        trainer.save_state("b", ttl_seconds=0).result()
+    trainer.forward_backward(datums(random_batch(1), INPUTS["cross_entropy"]), "cross_entropy").result()
+    before = trainer.forward(datums(random_batch(1), INPUTS["cross_entropy"]), "cross_entropy").result().metrics
+    with pytest.raises(Exception, match="learning_rate is null"):
+        trainer.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    assert trainer.forward(datums(random_batch(1), INPUTS["cross_entropy"]), "cross_entropy").result().metrics == before, "nothing was trained at some other rate"
+    assert trainer.save_state("c").result().path.endswith("/weights/c")
+
+
+def test_weights_that_were_saved_over_are_sampled_no_more(model: Path) -> None:
+    """A sampler has the weights that it was opened with, or none."""
+    with serve("tinker", models={"tiny": model}, limits=Limits(adapters=1)), tinker.ServiceClient() as client:
+        trainer, prompt = trained(client), types.ModelInput.from_ints([5, 6, 7, 8])
+        path = trainer.save_weights_for_sampler("x").result().path
+        first = client.create_sampling_client(path)
+        score = first.compute_logprobs(prompt).result()
+        trainer.forward_backward(datums(random_batch(1), INPUTS["cross_entropy"]), "cross_entropy").result()
+        trainer.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        client.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+        second = client.create_sampling_client(trainer.save_weights_for_sampler("x").result().path)
+        assert first.compute_logprobs(prompt).result() == score, "they are in memory"
+        assert second.compute_logprobs(prompt).result() != score
+        for other in ("y", "z"):  # and take their place
+            client.create_sampling_client(trainer.save_weights_for_sampler(other).result().path).compute_logprobs(prompt).result()
+        with pytest.raises(Exception, match="others were saved as"):
+            first.compute_logprobs(prompt).result()
 
 
 def test_checkpoints_are_listed_renamed_and_removed(server: Any, service: Any) -> None:

@@ -108,6 +108,15 @@ def test_numbers_that_are_used_twice(raw: Raw, server: Any) -> None:
     assert raw.post("asample", sample).status_code == 200 and raw.post("asample", {**sample, "num_samples": 5}).status_code == 409
 
 
+def test_models_on_their_way_count(model: Path) -> None:
+    with serve("tinker", models={"tiny": model}, limits=Limits(models=2)) as running:
+        raw = Raw(running.url)
+        session = raw.session()
+        ask = [raw.post("create_model", {"session_id": session, "model_seq_id": i, "base_model": "tiny", "lora_config": {"rank": 4}}) for i in range(6)]
+        assert [a.status_code for a in ask] == [200, 200, 429, 429, 429, 429]
+        assert all(raw.result(a)["model_id"] for a in ask[:2]) and not running.hub._making
+
+
 def test_a_wrong_sample_is_its_own_fault_alone(raw: Raw) -> None:
     session = raw.session()
     ident = raw.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}).json()["sampling_session_id"]

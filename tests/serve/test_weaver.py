@@ -437,8 +437,11 @@ def test_calls_run_in_their_order_and_a_lost_number_is_passed_over(client: Clien
     assert post(server, f"{path}/forward-backward-passes", json=pass_body(t, 6)).json()["status"] == "done"  # 4 and 5 never come
     read_pass = ours.read_pass
 
+    begun = threading.Event()
+
     def slowly(*args: Any) -> Any:
         if args[0]["data"][0].get("datum_id") == "slow":
+            begun.set()
             time.sleep(0.5)  # far more than what a lost number is waited for
         return read_pass(*args)
 
@@ -447,7 +450,7 @@ def test_calls_run_in_their_order_and_a_lost_number_is_passed_over(client: Clien
     slow["payload"]["forward_backward_input"]["data"][0]["datum_id"] = "slow"
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(post, server, f"{path}/forward-backward-passes", json=slow)
-        time.sleep(0.1)
+        assert begun.wait(30)
         second = pool.submit(post, server, f"{path}/optimizer-steps", json=step_body(t, 8))
         assert [first.result().json()["status"], second.result().json()["status"]] == ["done", "done"]
     late = post(server, f"{path}/forward-backward-passes", json=pass_body(t, 4))

@@ -57,11 +57,12 @@ class WireHolder(BackendServiceHolder):
         return super().train(sent, {**config, "loss_config": wire_config(datums, loss, config["loss_config"])})
 
 
-def both(hosted, remote, recipe, holder=BackendServiceHolder):
+def both(hosted, remote, recipe, holder=BackendServiceHolder, edit=lambda rollouts: None):
     """The metrics and the weights after one update by each, on the same rollouts."""
     found = []
     with hosted(recipe) as first:
         rollouts = first.rollout()
+        edit(rollouts)
         found.append((first.train(rollouts), weights(first)))
     with remote(recipe) as second:
         assert isinstance(second.service_holder, BackendServiceHolder)
@@ -100,9 +101,16 @@ def test_epochs_and_mini_batches(holder, model):
 
 def test_dro_keeps_every_sequence(model):
     recipe = recipe_of(model, {"type": "grpo", "loss_fn": "dro", "loss_agg_mode": "token-mean"})
-    found = both(SelfHostedGrpoTrainer, RemoteApiGrpoTrainer, recipe)
+
+    def level(rollouts):
+        for t in rollouts[:4]:  # one group without an advantage
+            t.reward = 0.5
+
+    found = both(SelfHostedGrpoTrainer, RemoteApiGrpoTrainer, recipe, edit=level)
     same(found)
     assert found[1][0]["batch/skipped_zero_advantage"] == 0
+    fewer = both(SelfHostedGrpoTrainer, RemoteApiGrpoTrainer, recipe_of(model, {"type": "grpo", "loss_agg_mode": "token-mean"}), edit=level)
+    assert fewer[1][0]["batch/skipped_zero_advantage"] == 4, "a loss without a penalty leaves them out"
 
 
 @pytest.mark.parametrize("holder", [BackendServiceHolder, WireHolder])
@@ -226,6 +234,11 @@ def test_a_step_that_breaks_off_says_how_far_it_came():
     assert trainer.step_count == 0
     with pytest.raises(BackendError, match=r"broken off half-way: call rewind\(0\)"):
         trainer.step()
+    trainer.service_holder.fail_at = len(trainer.service_holder.sent)  # the first call of what is tried next
+    with pytest.raises(NonFiniteError):
+        trainer.train(trainer.rollout())
+    with pytest.raises(BackendError, match=r"broken off half-way: call rewind\(0\)"):
+        trainer.step()
     trainer, _ = recorded(recipe_of("mock"), fail_at=0)
     with pytest.raises(NonFiniteError, match=r"^the loss is not finite$"):
         trainer.step()
@@ -282,6 +295,15 @@ def test_what_an_api_cannot_do_is_refused_before_it_is_reached(algorithm, worker
         Mine(recipe, MockBackend())
 
 
+def test_a_trainer_of_ones_own_is_not_given_what_its_loss_would_not_see():
+    with pytest.raises(ConfigError, match=r"algorithm.clip_ratio: Mine learns by importance_sampling"):
+        recorded(recipe_of("mock", {"type": "grpo", "clip_ratio": 0.05}), Mine)
+    trainer, _ = recorded(recipe_of("mock", {"type": "grpo", "loss_fn": "ppo", "clip_ratio": 0.05}), Mine)
+    assert trainer.train_config()["loss_config"]["clip_low_threshold"] == 0.95
+    trainer, _ = recorded(recipe_of("mock", weight={"sync_mode": "fully-async"}), Mine)
+    assert trainer.train_config()["loss_fn"] == "ppo", "answers of older weights need a loss that clips"
+
+
 def test_a_trainer_of_ones_own_keeps_its_loss_and_temperature():
     trainer, holder = recorded(recipe_of("mock", rollout_worker={"temperature": 0.5}), Mine)
     trainer.step()
@@ -316,7 +338,7 @@ def test_rollouts_may_run_ahead(mode, model):
     with RemoteApiGrpoTrainer(recipe_of(model, "rloo", weight={"sync_mode": mode})) as trainer:
         assert (trainer._config.algorithm.correction, trainer._config.algorithm.do_old_log_prob_compute, trainer._loss_fn) == ("none", False, "ppo")
         history = trainer.fit(progress=False)
-    assert len(history) == 4 and all(math.isfinite(h["loss"]) for h in history) and "staleness/max" in history[-1]
+    assert len(history) == 4 and all(math.isfinite(h["loss"]) for h in history) and max(h["staleness/max"] for h in history) > 0
 
 
 def test_validation_and_supervision(model):
