@@ -258,11 +258,13 @@ def scoring(
     """What a request wants to know of its prompt."""
     if wanted.prompt_logprobs_last_n is not None and not (wanted.prompt_logprobs and wanted.prompt_logprobs_last_n < length):
         raise ApiError(f"prompt_logprobs_last_n is 1 to len(prompt) - 1 = {length - 1}, with prompt_logprobs, not {wanted.prompt_logprobs_last_n}")
+    if wanted.prompt_logprobs_last_n is not None and wanted.target_prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs_last_n and target_prompt_logprobs are not answered together: send two requests")
     target = None if wanted.target_prompt_logprobs is None else _target_message(wanted.target_prompt_logprobs, length)
     if not (wanted.prompt_logprobs or wanted.topk_prompt_logprobs or wanted.prompt_alt_tokens_k or target is not None):
         return None, None
     targets = None if target is None else tensor(target, "target_prompt_logprobs", -1)
-    first = 0 if wanted.prompt_logprobs_last_n is None or target is not None else length - wanted.prompt_logprobs_last_n
+    first = 0 if wanted.prompt_logprobs_last_n is None else length - wanted.prompt_logprobs_last_n
     return {"top_k": wanted.topk_prompt_logprobs, "targets": targets, "draws": wanted.prompt_alt_tokens_k, "draw_temperature": float(wanted.sampling_params.temperature), "seed": wanted.sampling_params.seed, "first": first}, target
 
 # %% ../../nbs/83_serve.tinker.ipynb #9e116c52
@@ -479,6 +481,8 @@ class TinkerApi(Door):
             return self._save(wanted, "sampler_weights")
         if wanted.sampling_session_seq_id is None:
             raise self._refused(wanted, "save_weights_for_sampler takes a path (a name), or a sampling_session_seq_id")
+        if wanted.ttl_seconds is not None or wanted.user_metadata:
+            raise self._refused(wanted, f"{'ttl_seconds' if wanted.ttl_seconds is not None else 'user_metadata'} is for weights with a name: those without one belong to their sampler, and end with it")
         op = self.hub.snapshot(wanted.model_id, wanted.seq_id, wanted.sampling_session_seq_id)
         return self.future(op, wanted, lambda s: {"sampling_session_id": s.id, "type": "save_weights_for_sampler"}, model_id=wanted.model_id)
 

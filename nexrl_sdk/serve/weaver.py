@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -120,6 +120,11 @@ def read_tensor(
     kind = _dtype(dtype, what) if dtype is not None else np.dtype("<f4" if found.dtype.kind == "f" else "<i8")
     if found.dtype.kind not in ("biuf" if kind.kind == "f" or not found.size else "biu"):
         raise DataError(f"{what}: its data are not all {'numbers' if kind.kind == 'f' else 'whole numbers'}")
+    shape = value.get("shape") if isinstance(value, dict) else None
+    if shape is not None:
+        if not isinstance(shape, list) or len(shape) > 8 or not all(_whole(x) for x in shape) or math.prod(shape) != found.size:
+            raise DataError(f"{what}: {found.size} numbers have no shape {str(shape)[:100]}")
+        found = found.reshape(shape)
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and the loss says so
         return found.astype(kind)
 
@@ -328,6 +333,9 @@ class Pass:
 _DATUM = ("model_input", "loss_fn_inputs", "datum_id", "metadata", "kind")
 
 
+_PASS = ("loss_fn", "data", "loss_fn_config")
+
+
 def read_pass(
     given: Any,  # {loss_fn, data, loss_fn_config}
     forward_only: bool,
@@ -336,6 +344,8 @@ def read_pass(
     """A client's batch; raises DataError or ApiError that names the datum."""
     if not isinstance(given, dict) or not isinstance(given.get("data"), list):
         raise ApiError("the payload has an input: an object with loss_fn, data and, where it is wanted, loss_fn_config", 422)
+    if unknown := [k for k in given if k not in _PASS]:
+        raise ApiError(f"{str(unknown[0])[:100]} is nothing that a batch has{nearest(str(unknown[0])[:100], _PASS)}", 422)
     name = str(given.get("loss_fn"))
     loss, config = read_loss(name, given.get("loss_fn_config"), forward_only)
     out = Pass(loss, config, [], [], [])
@@ -393,7 +403,7 @@ class CreateModel(Wanted):
     training_mode: StrictStr = "lora"
     lora_config: Lora = Field(default_factory=lambda: Lora(rank=32))
     user_metadata: dict[str, Any] | None = None
-    performance_tier: StrictStr = "normal"
+    performance_tier: Literal["normal"] = "normal"  # the others buy more of a service's machines
 
 
 class Payload(Wanted):
@@ -401,8 +411,8 @@ class Payload(Wanted):
 
     model_id: StrictStr
     seq_id: StrictInt = Field(ge=1, lt=1 << 50)
-    tensor_transport: StrictStr = "default"
-    tensor_compression: StrictStr = "zstd"
+    tensor_transport: Literal["default", "http-binary"] = "default"
+    tensor_compression: Literal["raw", "zstd"] = "zstd"
     forward_input: Any = None
     forward_backward_input: Any = None
     adam_params: Any = None
@@ -489,7 +499,7 @@ class SampleBody(Wanted):
     return_sampling_mask: StrictBool = False
     return_old_logprob: StrictBool = False
     return_moe_topk_indices: StrictBool = False
-    sampling_mask_transport: StrictStr = "inline"
+    sampling_mask_transport: Literal["inline", "ref"] = "inline"  # of a mask, which return_sampling_mask asks for
     score_centering: Any = None
 
 

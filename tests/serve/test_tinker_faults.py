@@ -108,6 +108,14 @@ def test_numbers_that_are_used_twice(raw: Raw, server: Any) -> None:
     assert raw.post("asample", sample).status_code == 200 and raw.post("asample", {**sample, "num_samples": 5}).status_code == 409
 
 
+def test_settings_that_cannot_be_heard_are_refused(raw: Raw) -> None:
+    model = raw.model(raw.session())
+    for seq, more in enumerate(({"ttl_seconds": 3600}, {"user_metadata": {"a": "b"}}), 1):
+        answer = raw.post("save_weights_for_sampler", {"model_id": model, "seq_id": seq, "sampling_session_seq_id": 0, **more})
+        assert answer.status_code == 400 and f"{next(iter(more))} is for weights with a name" in answer.json()["message"]
+    assert raw.result(raw.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}))["sampling_session_id"]
+
+
 def test_models_on_their_way_count(model: Path) -> None:
     with serve("tinker", models={"tiny": model}, limits=Limits(models=2)) as running:
         raw = Raw(running.url)

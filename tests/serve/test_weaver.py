@@ -510,9 +510,9 @@ def test_damaged_bodies_are_refused_with_a_message(client: Client, server: ApiSe
     good = pass_body(t, 1)
     for content in (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"payload": {}}', b'{"payload": []}', b'{"payload": {"model_id": 1, "seq_id": "x"}}', b'{"payload": {"model_id": "a", "seq_id": 1e400}}'):
         bad.append({"content": content})
-    for change in ({"seq_id": 0}, {"seq_id": True}, {"seq_id": 1.5}, {"model_id": "other"}, {"nonsense": 1}, {"metadata": {"router_replay": {}}}, {"forward_backward_input": None}, {"forward_backward_input": 3}):
+    for change in ({"seq_id": 0}, {"seq_id": True}, {"seq_id": 1.5}, {"model_id": "other"}, {"nonsense": 1}, {"metadata": {"router_replay": {}}}, {"tensor_compression": "lzma"}, {"forward_backward_input": {**good["payload"]["forward_backward_input"], "loss_fn_confg": {}}}, {"forward_backward_input": None}, {"forward_backward_input": 3}):
         bad.append({"json": {"payload": {**good["payload"], **change}}})
-    inputs: list[Any] = [{"weights": x} for x in ("a", {"data": ["1", "2"], "dtype": "float32"}, {"data": [1, [2]], "dtype": "float32"}, {"data": [1], "dtype": "float32"}, {"data": [1, 2], "dtype": "complex64"}, {"data": [1, 2], "dtype": ["float32"]}, {"data": None}, {"data": {"a": 1}, "dtype": "int64"}, {"data": [10**400, 1], "dtype": "int64"}, place())]
+    inputs: list[Any] = [{"weights": x} for x in ("a", {"data": ["1", "2"], "dtype": "float32"}, {"data": [1, [2]], "dtype": "float32"}, {"data": [1], "dtype": "float32"}, {"data": [1, 2], "dtype": "complex64"}, {"data": [1, 2], "dtype": ["float32"]}, {"data": None}, {"data": {"a": 1}, "dtype": "int64"}, {"data": [10**400, 1], "dtype": "int64"}, {"data": [1, 2], "dtype": "float32", "shape": [7, 7]}, {"data": [1, 2], "dtype": "float32", "shape": "x"}, place())]
     for seq, more in enumerate([*inputs, {"target_tokens": {"data": [1.5, 2], "dtype": "int64"}}, {"nonsense": {"data": [1, 2], "dtype": "int64"}}, {"logprobs": {"data": [0, 0], "dtype": "int64"}, "old_logprobs": {"data": [0, 0], "dtype": "int64"}}], 1):
         bad.append({"json": pass_body(t, seq, **more)})
     for seq, (loss, tokens) in enumerate((("crossentropy", (5, 6)), ("forward_logprob", (5, 6)), ("surrogate", (5, 6)), (None, (5, 6)), ({"a": 1}, (5, 6)), ("ppo", ("a", "b")), ("ppo", (5.5, 6))), 20):
@@ -564,6 +564,8 @@ def test_wrong_parameters_are_named(client: Client, server: ApiServer) -> None:
         (f"/sessions/{session}/models", {"model_seq_id": 9, "base_model": "tiny", "lora_config": {"rank": 10**9}}, "rank"),
         (f"/sessions/{session}/models", {"model_seq_id": 9, "base_model": "tiny", "lora_config": {"rank": 4, "alpha": 1}}, "alpha"),
         (f"/sessions/{session}/models", {"model_seq_id": 9, "base_model": "tiny", "lora_config": {"rank": 4, "train_attn": False, "train_mlp": False, "train_unembed": False}}, "train_attn"),
+        (f"/sessions/{session}/models", {"model_seq_id": 9, "base_model": "tiny", "performance_tier": "flash"}, "performance_tier"),
+        (sample, {"prompt": prompt, "sampling_mask_transport": "pigeon"}, "sampling_mask_transport"),
         (f"/models/{t.model_id}/checkpoints", {"type": "everything"}, "everything"),
         (f"/models/{t.model_id}/checkpoints", {"type": "weight", "ttl_seconds": 0}, "ttl_seconds"),
         (f"/models/{t.model_id}/terminate", {"instance_types": ["kettle"]}, "instance_types"),
