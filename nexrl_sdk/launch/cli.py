@@ -494,18 +494,27 @@ def message_for(
     error: BaseException,
 ) -> str:  # for the user's eyes
     """What is said of an error."""
-    folder = getattr(error, "run_folder", None)
+    known, folder = _folder_of(error)
     go_on = f"\ngo on with it: nexrl resume {_relative(folder)}" if folder else ""
     if go_on and isinstance(error, EvaluatorError):
         go_on += " (a run keeps its evaluator: where that has to be changed, begin a new one with nexrl run)"
     if isinstance(error, KeyboardInterrupt):
         text = str(error) or "interrupted"
-        return f"\n{text}{go_on or '; nothing was recorded, and no run folder is left'}"
+        return f"\n{text}{go_on or ('; nothing was recorded, and no run folder is left' if known else '')}"
     if isinstance(error, NexRLError):
         return f"error: {_capped(str(error))}" + ("" if "nexrl resume" in str(error) else go_on)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"error: {error.strerror}: {_capped(str(error.filename), 300)}{go_on}\n(`nexrl --debug ...` shows where it came from)"
     return f"error: {type(error).__name__}: {_capped(str(error))}{go_on}\n(`nexrl --debug ...` shows where it came from)"
+
+
+def _folder_of(error: BaseException | None) -> tuple[bool, str | None]:
+    """Whether it is known what is left of a run, and its folder; a second Ctrl-C knows of it through the first."""
+    for _ in range(20):
+        if error is None or hasattr(error, "run_folder"):
+            break
+        error = error.interrupt if isinstance(error, Stopped) else error.__cause__ or error.__context__
+    return hasattr(error, "run_folder"), getattr(error, "run_folder", None)
 
 
 def _capped(text: str, most: int = 4000) -> str:

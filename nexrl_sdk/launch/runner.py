@@ -185,6 +185,7 @@ def run_recipe(
     try:
         summary = _drive(recipe, run, resume=False, backend=backend, services=services, progress=progress, report=report, callbacks=callbacks)
     except BaseException as e:
+        e.run_folder = str(run.folder)  # type: ignore[attr-defined]  # first of all: the next Ctrl-C may come at any moment
         e.run_folder = _left(run)  # type: ignore[attr-defined]
         raise
     finally:

@@ -97,4 +97,6 @@ def test_codes_and_messages():
     error.run_folder = "/elsewhere/runs/x"
     assert message_for(error) == "error: 5 of 8 rollouts failed\ngo on with it: nexrl resume /elsewhere/runs/x"
     assert "nexrl --debug" in message_for(ZeroDivisionError("division by zero"))
-    assert "no run folder is left" in message_for(KeyboardInterrupt())
+    stopped = KeyboardInterrupt()
+    stopped.run_folder = None
+    assert "no run folder is left" in message_for(stopped) and message_for(KeyboardInterrupt()) == "\ninterrupted"

@@ -67,3 +67,21 @@ def test_what_is_suggested_keeps_what_was_set() -> None:
     text = _closing(summary, "recipes/reverse", True, " --train-url http://h:1", own)
     assert "nexrl run recipes/reverse trainer.optim.lr=1e-4 'data.data_files=[a b.jsonl]' --seed 1 --train-url http://h:1" in text
     assert "group_size" in text and "group_size" not in _closing(summary, "recipes/reverse", True, groups=False)
+
+
+def test_a_second_interrupt_knows_what_the_first_left(tmp_path) -> None:
+    def twice(**left):
+        first = KeyboardInterrupt()
+        for name, value in left.items():
+            setattr(first, name, value)
+        try:
+            try:
+                raise first
+            finally:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt as second:
+            return message_for(second)
+
+    assert "nexrl resume" in twice(run_folder=str(tmp_path))
+    assert "nothing was recorded" in twice(run_folder=None)
+    assert twice() == "\ninterrupted", "nothing is claimed of what is not known"
