@@ -23,6 +23,7 @@ from nexrl_sdk.types import BackendError, ConfigError, ContextOverflowError, Int
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(420)]
 PROMPT = [5, 6, 41, 7, 8, 42]
+HTTP = httpx.Client(timeout=60)  # one for all calls: to make a client takes longer than a call
 
 
 def oracle(folder: Path, tokens: list[int], temperature: float = 1.0, adapter: Path | None = None) -> np.ndarray:
@@ -238,7 +239,7 @@ class Sampling(threading.Thread):
 
 def metric(server: Any, name: str) -> float:
     """Of the server's metrics."""
-    text = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {server.key}"}).text
+    text = HTTP.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {server.key}"}).text
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -251,11 +252,13 @@ def start_sampling(engine: Any, server: Any, count: int, stop_flag: threading.Ev
 
 
 def pause_within(engine: Any, server: Any) -> Sampling:
-    """A completion that a pause has caught half-way."""
-    for _ in range(3):
-        under_way = start_sampling(engine, server, 4)
+    """Completions that a pause has caught half-way: on a loaded machine, where whole processes stand still for seconds, more of them last longer."""
+    for count in (4, 16, 64, 128):
+        under_way = start_sampling(engine, server, count)
         engine.pause()
-        time.sleep(0.3)
+        drawn = -1.0
+        while drawn != (drawn := metric(server, "vllm:generation_tokens_total")):  # the server may still be at tokens drawn before
+            time.sleep(0.5)
         if under_way.is_alive():
             return under_way
         engine.resume()
@@ -263,7 +266,7 @@ def pause_within(engine: Any, server: Any) -> Sampling:
     raise AssertionError("every completion had ended before the pause")
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
