@@ -38,14 +38,14 @@ class Fake:
                 self.wfile.write(raw)
 
             def do_GET(self) -> None:
-                fake.hang.wait(20)
+                fake.hang.wait(100)
                 known = {"/v1/models": fake.models, "/health": {}}
                 self.reply(200 if self.path in known else 404, known.get(self.path, {}))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 fake.seen.append((self.path, body, self.headers.get("authorization")))
-                fake.hang.wait(20)
+                fake.hang.wait(100)
                 code, value = fake.answer(body)
                 if code == 0:
                     self.close_connection = True
