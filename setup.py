@@ -20,6 +20,7 @@ setup(
     url=cfg["git_url"],
     keywords=cfg["keywords"].split(),
     packages=find_packages(include=["nexrl_sdk", "nexrl_sdk.*"]),
+    py_modules=["nexrl"],  # leads code and commands of NexRL here, where NexRL itself is not installed
     package_data={"nexrl_sdk": ["py.typed"]},
     include_package_data=True,
     python_requires=f">={cfg['min_python']}",
