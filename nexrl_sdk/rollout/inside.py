@@ -595,15 +595,19 @@ def judge(task: dict[str, Any]) -> None:
             report.write(link.line.json.dumps({"nonce": task["nonce"], **what}).encode() + b"\n")
             report.flush()
 
-        first, tests = split_tests(task["tests"], task["entry_point"])
+        try:
+            first, tests = split_tests(task["tests"], task["entry_point"])
+            if not tests:
+                raise ValueError("there is no test in them: an assert, a function test…, or check(candidate) with an entry point")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+            return say(broken=_words(e))
         say(total=len(tests))
         try:
             names = _prepare(link, task, [first, *(t for _, t in tests)])
             exec(compile(first, "tests.py", "exec"), names)  # noqa: S102 - what the sandbox is for
         except BaseException as e:  # noqa: BLE001 - the outcome is data
             broken = isinstance(e, ModuleNotFoundError) and not hasattr(e, "of_the_program") and e.name != "solution"
-            say(broken=_words(e)) if broken else say(failed=_words(e))
-            return
+            return say(broken=_words(e)) if broken else say(failed=_words(e))
         for i, (name, code) in enumerate(tests):
             error = _one(code, names)
             say(test=i, name=name, passed=error is None, error=error)
