@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from ..tokens.conversation import Conversation, Prompt, Turn, branches
-from ..types import BackendError, Completion, ConfigError, ContextOverflowError, DataError, Interrupted, SamplingParams, Trajectory
+from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, Trajectory
 
 # %% auto #0
 __all__ = ['SessionClosed', 'Reply', 'Session', 'session_trajectories']
@@ -35,6 +36,7 @@ class Reply:
     finish_reason: str  # "stop", "length" or "tool_calls"
     turn: Turn
     prompt_tokens: int
+    number: int = 0  # of this answer among those of the rollout
     problem: str | None = None  # why a tool call could not be read
 
     @property
@@ -60,12 +62,16 @@ class Session:
         max_prompt: int | None = None,  # tokens of a prompt at most; None: the model's context
         cancel: threading.Event | None = None,  # set: every call ends with SessionClosed
         meta: Mapping[str, Any] | None = None,  # for whoever reads the session
+        order: Iterator[int] | None = None,  # numbers the answers of a rollout's sessions
     ):
         self.backend, self.tokenizer = backend, backend.tokenizer if tokenizer is None else tokenizer
         self.sampling, self.max_calls, self.max_prompt = sampling or SamplingParams(), max_calls, max_prompt
         self.conversation = Conversation(self.tokenizer, system=system, template_kwargs=template_kwargs, format=format)
         self.cancel, self.meta = cancel or threading.Event(), dict(meta or {})
         self.calls = 0
+        self.order = count() if order is None else order
+        self.numbers: dict[int, int] = {}  # id of a turn -> its place among the rollout's answers
+        self.children: list[Session] = []  # of sub-agents
         self.overridden: dict[str, Any] = {}  # what requests asked for and the recipe governs
         self.problems: list[str] = []  # tool calls that could not be read
         self.used = time.monotonic()  # when it was last spoken to
@@ -96,7 +102,27 @@ class Session:
         number = self._count(n)
         prompt = self.conversation.prompt(messages, tools)
         drawn = self._draw(prompt.tokens, self._params(len(prompt.tokens), number, params), n)
-        return [self._reply(prompt, c, number) for c in drawn]
+        return [self._reply(prompt, c) for c in drawn]
+
+    def child(
+        self,
+        name: str,  # whose it is
+    ) -> Session:  # recorded with this one
+        """A session for a sub-agent: the same model and settings, a conversation of its own."""
+        with self._lock:
+            number = len(self.children)
+            seed = None if self.sampling.seed is None else (self.sampling.seed ^ (0xBF58476D1CE4E5B9 * (number + 1))) % (1 << 63)
+            talk = self.conversation
+            made = Session(
+                self.backend, tokenizer=self.tokenizer, sampling=replace(self.sampling, seed=seed), system=talk.system, template_kwargs=talk.template_kwargs,
+                format=talk.format, max_calls=self.max_calls, max_prompt=self.max_prompt, cancel=self.cancel, meta={"name": name}, order=self.order,
+            )  # fmt: skip
+            self.children.append(made)
+        return made
+
+    def family(self) -> list[Session]:
+        """This session and those of its sub-agents."""
+        return [self, *(s for c in list(self.children) for s in c.family())]
 
     def close(self) -> None:
         """Answer no more."""
@@ -126,15 +152,16 @@ class Session:
         self._open()
         return list(found)
 
-    def _reply(self, prompt: Prompt, completion: Completion, number: int) -> Reply:
+    def _reply(self, prompt: Prompt, completion: Completion) -> Reply:
         turn = self.conversation.add(prompt, completion)
+        place = self.numbers[id(turn)] = next(self.order)
         message = dict(turn.parsed.message)
         if calls := message.get("tool_calls"):  # each has a name of its own in the conversation
-            message["tool_calls"] = [{**c, "id": f"call_{number}_{i}"} for i, c in enumerate(calls)]
+            message["tool_calls"] = [{**c, "id": f"call_{place}_{i}"} for i, c in enumerate(calls)]
         if turn.parsed.problem:
             self.problems.append(turn.parsed.problem)
         ended = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
-        return Reply(message, ended, turn, len(prompt.tokens), turn.parsed.problem)
+        return Reply(message, ended, turn, len(prompt.tokens), place, turn.parsed.problem)
 
     def _params(self, length: int, number: int, given: Mapping[str, Any]) -> SamplingParams:
         """This call's parameters: the recipe's, within what the agent asks for and the context holds."""
@@ -188,10 +215,17 @@ def session_trajectories(
                 tokens=branch.tokens, loss_mask=branch.loss_mask, logprobs=branch.logprobs, weight_versions=branch.weight_versions,
                 finish_reason=branch.turn.finish_reason, prompt=_decoded(session, branch.tokens[:first]), response=_decoded(session, branch.tokens[first:]),
                 prompt_messages=branch.turn.messages[:-1], response_message=branch.turn.parsed.message, tools=branch.turn.tools,
-                turns=[{**span, "message": t.parsed.message, "forked": t.forked} for span, t in zip(branch.spans, path)],
+                turns=[_turn(session, span, t, branch.loss_mask) for span, t in zip(branch.spans, path)],
+                **({"agent_name": session.meta["name"]} if "name" in session.meta else {}),
                 **problems, **common,
             ))  # fmt: skip
     return found
+
+
+def _turn(session: Session, span: Mapping[str, Any], turn: Turn, loss_mask: Sequence[int]) -> dict[str, Any]:
+    """An answer as the views and the hooks see it."""
+    learned = span["start"] < span["end"] and bool(loss_mask[span["start"]])
+    return {**span, "message": turn.parsed.message, "number": session.numbers[id(turn)], "place": len(turn.messages) - 1, "forked": turn.forked, "learned": learned}
 
 
 def _decoded(session: Session, tokens: list[int]) -> str:
