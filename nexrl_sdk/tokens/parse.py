@@ -5,6 +5,7 @@
 # %% ../../nbs/11_tokens.parse.ipynb #9250458f
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,53 +19,42 @@ from ..types import ConfigError, nearest
 __all__ = ['FORMATS', 'PLAIN', 'Format', 'response_format', 'Parsed', 'parse_message', 'template_message', 'said']
 
 # %% ../../nbs/11_tokens.parse.ipynb #e9f13407
-_ANCHOR = "\ue0fe"  # begins what is read; of the private-use characters, in no text
-_CONTENT = {"content_args": {"strip": False}, "repeats": True, "join": ""}
-_THINK = {"open": "<think>", "close": "</think>", "content_args": {"strip": False}, "repeats": True, "join": ""}
-_LAX = {"content": "json", "content_args": {"allow_non_json": True}}  # what is no JSON comes back as text, and is put back
-_FUNCTION = {"type": "function", "function": "{content}"}
-_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-
-
 @dataclass(frozen=True)
 class Format:
     """How a family of models writes tool calls."""
 
     name: str
     signs: tuple[str, ...]  # all of them in the chat template or among the tokens: this format
-    calls: dict[str, Any] | None  # field of transformers' response template; None: the whole answer is the call
-    written: str = "{}"  # how a call that cannot be read stood in the text
+    begin: str = "<tool_call>"  # pattern of what opens a call
+    end: str = "</tool_call>"  # and of what closes it
+    head: str = ""  # pattern between the opening and the arguments, where the `name` stands there
+    xml: bool = False  # arguments are elements, not JSON
+    alone: bool = False  # nothing need open a call: the whole answer may be one
 
-# %% ../../nbs/11_tokens.parse.ipynb #6df2b939
-_XML_PARAMETER = r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"
+
 FORMATS = {
     f.name: f
     for f in (
-        Format("qwen_xml", ("<function=", "<parameter="), {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>]+)>", "close_pattern": r"</function>\s*(?:</tool_call>)?", "repeats": True,
-            "content": "xml-inline", "content_args": {"tag_pattern": _XML_PARAMETER}, "transform": _NAMED,
-        }),
-        Format("deepseek", ("<｜tool▁calls▁begin｜>",), {
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)",
-            "close_pattern": r"(?:\n```)?\s*<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?", "repeats": True, **_LAX, "transform": _NAMED,
-        }),
-        Format("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), {
-            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]+)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])", "repeats": True, **_LAX, "transform": _NAMED,
-        }),
-        Format("mistral", ("[TOOL_CALLS]",), {"open_pattern": r"\[TOOL_CALLS\]\s*", "close_pattern": r"(?=\[TOOL_CALLS\])", "repeats": True, **_LAX}, "[TOOL_CALLS]{}"),
-        Format("hermes", ("<tool_call>",), {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, **_LAX, "transform": _FUNCTION}, "<tool_call>{}</tool_call>"),
-        Format("llama", ("<|python_tag|>",), None),
+        Format("qwen_xml", ("<function=", "<parameter="), r"<tool_call>\s*<function=|<function=", r"</function>(?:\s*</tool_call>)?", r"(?P<name>[^<>\n]+)>", xml=True),
+        Format(
+            "deepseek", ("<｜tool▁calls▁begin｜>",), r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>",
+            r"(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)",
+        ),
+        Format("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])", r"(?P<name>[^\[{]+)(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS\])?"),
+        Format("mistral", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])"),
+        Format("hermes", ("<tool_call>",)),
+        Format("llama", ("<|python_tag|>",), r"<\|python_tag\|>", r"(?=<\|python_tag\|>)", alone=True),
     )
 }  # fmt: skip
-PLAIN = Format("plain", (), {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, **_LAX, "transform": _FUNCTION}, "<tool_call>{}</tool_call>")
+PLAIN = Format("plain", ())
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #6df2b939
 def response_format(
     tokenizer: Any,
 ) -> Format:  # hermes' calls where nothing says what the model writes
     """The format that a tokenizer's template and tokens speak of."""
     template = getattr(tokenizer, "chat_template", None) or ""
-    text = "\n".join(template.values()) if isinstance(template, dict) else str(template)
+    text = "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
     tokens = {t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     return next((f for f in FORMATS.values() if all(s in text or s in tokens for s in f.signs)), PLAIN)
 
@@ -83,6 +73,7 @@ class Parsed:
 
     message: dict[str, Any]  # role, content; reasoning_content and tool_calls where there are any
     problem: str | None = None  # why a tool call could not be read
+    thought: str = ""  # the reasoning with its tags, as it was written
 
 
 @dataclass
@@ -91,51 +82,74 @@ class _Read:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)  # (name, arguments as JSON text)
+    thought: str = ""  # with its tags
+    calls: list[tuple[str, str, str]] = field(default_factory=list)  # (name, arguments as JSON text, the id that the model gave, or "")
     problems: list[str] = field(default_factory=list)
 
+    def take(
+        self,
+        said: list[Any] | str,  # calls; or why they cannot be read
+        raw: str,  # as they stood
+    ) -> None:
+        """Keep calls, or their text."""
+        named = [said] if isinstance(said, str) else [_named(one) for one in said]
+        if wrong := next((n for n in named if isinstance(n, str)), None):
+            self.content += raw
+            self.problems.append(f"a tool call {wrong}: {raw[:200]}")
+        else:
+            self.calls += [n for n in named if isinstance(n, tuple)]
 
+# %% ../../nbs/11_tokens.parse.ipynb #699e946a
 def parse_message(
     tokenizer: Any,
     answer: Sequence[int] | str,  # what was sampled: tokens, or text with its special tokens
     *,
     prefix: str = "",  # the prompt's text, or its end: a template may have opened <think>
-    tools: Sequence[Mapping[str, Any]] | None = None,  # definitions; arguments written as text get their types
+    tools: Sequence[Mapping[str, Any]] | None = None,  # definitions; arguments in elements get their types from them
     format: str | Format | None = None,  # None: the tokenizer's
 ) -> Parsed:
     """Read an answer as a chat message."""
-    text = answer if isinstance(answer, str) else str(tokenizer.decode(list(answer), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    text = _bare(tokenizer, text)
+    if not isinstance(answer, str):
+        ends = _ends(tokenizer).values()
+        answer = list(answer)
+        while answer and answer[-1] in ends:
+            answer.pop()
+        return _parsed(tokenizer, str(tokenizer.decode(answer, skip_special_tokens=False, clean_up_tokenization_spaces=False)), prefix, tools, format)
+    names, at = tuple(_ends(tokenizer)), len(answer)
+    while answer.endswith(names, 0, at):
+        at -= max(len(t) for t in names if answer.endswith(t, 0, at))
+    return _parsed(tokenizer, answer[:at], prefix, tools, format)
+
+
+_MARKERS = re.compile(r"tool|think|python_tag|ARGS|CALL", re.IGNORECASE)  # special tokens that an answer is made of
+
+
+def _ends(tokenizer: Any) -> dict[str, int]:
+    """Special tokens that may end an answer, and are no part of it."""
+    return {t: i for t, i in _special(tokenizer).items() if not _MARKERS.search(t)} if _special_pattern(tokenizer) is not None else {}
+
+
+def _parsed(tokenizer: Any, text: str, prefix: str, tools: Sequence[Mapping[str, Any]] | None, format: str | Format | None) -> Parsed:
+    """Read an answer's text, without what ended it."""
+    text = _LONE.sub("\ufffd", text)
     own = getattr(tokenizer, "response_template", None) if format is None else None
     read = _by_own(own, text, prefix, tools) if own is not None else _by_format(_as_format(format, tokenizer), text, prefix, tools)
-    return _message(read)
-
-
-def _message(read: _Read) -> Parsed:
-    parted = bool(read.calls or read.reasoning)
+    parted = bool(read.calls or read.thought)
     message: dict[str, Any] = {"role": "assistant", "content": read.content.strip() if parted else read.content}
     if read.reasoning.strip():
         message["reasoning_content"] = read.reasoning.strip()
     if read.calls:
-        message["tool_calls"] = [{"id": f"call_{i}", "type": "function", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(read.calls)]
-    return Parsed(message, "; ".join(read.problems) or None)
-
-# %% ../../nbs/11_tokens.parse.ipynb #699e946a
-_MARKERS = re.compile(r"tool|think|python_tag|ARGS|CALL|THINK", re.IGNORECASE)  # special tokens that an answer is made of
+        message["tool_calls"] = [{"id": i or _call_id(text, n), "type": "function", "function": {"name": f, "arguments": a}} for n, (f, a, i) in enumerate(read.calls)]
+    return Parsed(message, "; ".join(read.problems[:20]) or None, read.thought)
 
 
-def _bare(tokenizer: Any, text: str) -> str:
-    """Without the special tokens that end it."""
-    pattern = _special_pattern(tokenizer)
-    ends = sorted((t for t in _special(tokenizer) if not _MARKERS.search(t)), key=len, reverse=True) if pattern is not None else []
-    while end := next((t for t in ends if text.endswith(t)), None):
-        text = text[: -len(end)]
-    return text
+def _call_id(text: str, n: int) -> str:
+    """The same for the same answer; nine letters and digits, which Mistral's templates insist on."""
+    return hashlib.blake2b(f"{n} {text}".encode(), digest_size=8).hexdigest()[:9]
 
-
-def _thinking(prefix: str) -> bool:
-    """Whether a prompt has opened <think> and not closed it."""
-    return prefix.rfind("<think>") > prefix.rfind("</think>")
+# %% ../../nbs/11_tokens.parse.ipynb #3bfd4739
+_LONE = re.compile(r"[\ud800-\udfff]")  # half a character, which no tokenizer takes
+_OPENED = re.compile(r"(?:<think>|\[THINK\])\s*\Z")  # the same word in a message before is no tag
 
 
 def _by_own(template: Any, text: str, prefix: str, tools: Sequence[Mapping[str, Any]] | None) -> _Read:
@@ -144,79 +158,150 @@ def _by_own(template: Any, text: str, prefix: str, tools: Sequence[Mapping[str, 
 
     try:
         found = parse_response(text, template, prefix=prefix, tools=[dict(t) for t in tools or ()])
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except (ValueError, LookupError, TypeError, RecursionError) as e:
         return _Read(text, problems=[f"the tokenizer's response template cannot read the answer: {type(e).__name__}: {str(e)[:200]}"])
-    return _collect(found, PLAIN)
+    read = _Read(str(found.get("content") or ""), str(found.get("reasoning_content") or found.get("reasoning") or found.get("thinking") or ""))
+    read.thought = read.reasoning
+    for call in found.get("tool_calls") or ():
+        said = call.get("function", call) if isinstance(call, Mapping) else call
+        read.take([said], said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str))
+    return read
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #c8446ce8
 def _by_format(form: Format, text: str, prefix: str, tools: Sequence[Mapping[str, Any]] | None) -> _Read:
-    from transformers.utils.chat_parsing import parse_response
-
-    fields = {"content": _CONTENT, "reasoning_content": _THINK, **({"tool_calls": form.calls} if form.calls is not None else {})}
-    template = {"start_anchor": _ANCHOR, "defaults": {"role": "assistant"}, "fields": fields}
-    begun = _ANCHOR + ("<think>" if _thinking(prefix) else "")
-    try:
-        read = _collect(parse_response(text, template, prefix=begun, tools=[dict(t) for t in tools or ()]), form)
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        return _Read(text, problems=[f"the answer cannot be read as {form.name}: {type(e).__name__}: {str(e)[:200]}"])
-    return _bare_json(read) if form.calls is None else read
-
-# %% ../../nbs/11_tokens.parse.ipynb #3bfd4739
-def _collect(found: Mapping[str, Any], form: Format) -> _Read:
-    """Of the parser's parts; what is no call goes back to the content."""
-    read = _Read(str(found.get("content") or ""), str(found.get("reasoning_content") or found.get("thinking") or ""))
-    for part in found.get("tool_calls") or ():
-        for call in part if isinstance(part, list) else [part]:
-            said = call.get("function", call) if isinstance(call, Mapping) else call
-            named = _call(said)
-            if isinstance(named, tuple):
-                read.calls.append(named)
-            else:
-                raw = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
-                read.content += form.written.format(raw) if "{}" in form.written else raw
-                read.problems.append(f"a tool call {named}: {raw[:200]}")
+    """By where reasoning and calls begin and end."""
+    opened = _OPENED.search(prefix[-200:])
+    reasoning, at = _reasoning(text, opened is not None)
+    read, begin, end = _Read("", reasoning, (opened[0] if opened else "") + text[:at] if at else ""), re.compile(form.begin), re.compile(form.end)
+    if form.alone and (calls := _alone(text[at:])) is not None:
+        read.take(calls, "")
+        return read
+    parts = list[str]()
+    while first := begin.search(text, at):
+        last = end.search(text, first.end())
+        stop = last.end() if last else len(text)
+        read.content = ""
+        read.take(_region(form, text[first.end() : last.start() if last else stop], last is not None, tools), text[first.start() : stop])
+        parts += [text[at : first.start()], read.content]
+        at = stop
+    read.content = "".join([*parts, text[at:]])
     return read
 
 
-def _call(said: Any) -> tuple[str, str] | str:
-    """Name and arguments; or what is wrong."""
+def _reasoning(text: str, opened: bool) -> tuple[str, int]:
+    """What is thought at an answer's beginning, and where the rest begins."""
+    first = re.match(r"\s*(?:<think>|\[THINK\])", text)
+    if not first and not opened:
+        return "", 0
+    begin = first.end() if first else 0
+    close = re.compile(r"</think>|\[/THINK\]").search(text, begin)
+    return (text[begin : close.start()], close.end()) if close else (text[begin:], len(text))
+
+
+def _alone(text: str) -> list[Any] | None:
+    """The calls that an answer is, with nothing around them; an object that is not called with anything is an answer."""
+    found = _values(text)
+    called = isinstance(found, list) and found and all(isinstance(c, dict) and ("parameters" in c or "arguments" in c) and isinstance(_named(c), tuple) for c in found)
+    return found if called and isinstance(found, list) else None
+
+# %% ../../nbs/11_tokens.parse.ipynb #1eee17ee
+def _region(form: Format, body: str, closed: bool, tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | str:
+    """The calls between an opening and a closing; or what is wrong."""
+    if not form.head:
+        return _values(body) or "is empty"
+    head = re.match(r"\s*" + form.head, body)
+    if head is None:
+        return "has no name"
+    rest = body[head.end() :].strip()
+    if form.xml:
+        return _elements(head["name"], rest, tools) if closed else "is not closed"
+    found = _values(rest.removesuffix("```"))
+    return found if isinstance(found, str) else [{**head.groupdict(), "arguments": found[0] if len(found) == 1 else found}]
+
+
+_BETWEEN = re.compile(r"[;\s]*")
+
+
+def _values(text: str) -> list[Any] | str:
+    """JSON values, one behind the other, lists of them taken apart; or what is wrong."""
+    decoder, found = json.JSONDecoder(), list[Any]()
+    at = _BETWEEN.match(text).end()  # type: ignore[union-attr]
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except ValueError as e:
+            return f"is no JSON ({str(e)[:100]})"
+        except RecursionError:
+            return "is nested too deeply"
+        found += value if isinstance(value, list) and value else [value]
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+    return found
+
+# %% ../../nbs/11_tokens.parse.ipynb #33af5926
+_ELEMENT = re.compile(r"\s*<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
+_TYPED = {"open_pattern": "<function=(?P<name>[^>]+)>", "close": "</function>", "content": "xml-inline", "content_args": {"tag_pattern": _ELEMENT.pattern}, "transform": {"function": {"name": "{name}", "arguments": "{content}"}}}
+
+
+def _elements(name: str, body: str, tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | str:
+    """A call whose arguments are elements, typed by the tool's definition."""
+    from transformers.utils.chat_parsing import parse_response
+
+    at = 0
+    while at < len(body):
+        one = _ELEMENT.match(body, at)
+        if one is None:
+            return "has something between its parameters, or one that is not closed"
+        at = one.end()
+    template = {"start_anchor": "<function=", "fields": {"call": _TYPED}}
+    try:
+        made = parse_response(f"<function={name}>{body}</function>", template, prefix="", tools=[dict(t) for t in tools or ()])
+    except (ValueError, LookupError, TypeError, RecursionError) as e:
+        return f"has parameters that cannot be read ({type(e).__name__}: {str(e)[:100]})"
+    return [made["call"]["function"]]
+
+# %% ../../nbs/11_tokens.parse.ipynb #7b200fba
+_DEEP = 100  # levels of brackets in a call's arguments
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
+
+
+def _named(said: Any) -> tuple[str, str, str] | str:
+    """A call's name, arguments and id; or what is wrong."""
     if not isinstance(said, Mapping):
         return "is no JSON object"
     name, arguments = said.get("name"), said.get("arguments", said.get("parameters", {}))
     if not isinstance(name, str) or not name.strip():
         return "has no name"
-    if not isinstance(arguments, (Mapping, str)):
-        return f"has arguments that are no object but {type(arguments).__name__}"
-    return name.strip(), arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):  # JSON in JSON
+        values = _values(arguments)
+        arguments = values[0] if isinstance(values, list) and len(values) == 1 else {} if not arguments.strip() else None
+    if not isinstance(arguments, Mapping):
+        return "has arguments that are no JSON object"
+    made = _dump(arguments)
+    return "has arguments that are nested too deeply, or no JSON (NaN)" if made is None else (_LONE.sub("\ufffd", name.strip()), made, _id(said.get("id")))
 
 
-def _bare_json(read: _Read) -> _Read:
-    """Llama's: an answer that is JSON objects with a name, behind a tag or not."""
-    tagged = "<|python_tag|>" in read.content
-    before, _, rest = read.content.partition("<|python_tag|>") if tagged else ("", "", read.content)
-    rest = rest.strip()
-    decoder, at, calls = json.JSONDecoder(), 0, list[tuple[str, str]]()
-    while at < len(rest):
-        try:
-            said, end = decoder.raw_decode(rest, at)
-        except (ValueError, RecursionError) as e:
-            if tagged:
-                read.problems.append(f"a tool call is no JSON: {e}: {rest[:200]}")
-            return read
-        named = _call(said) if isinstance(said, Mapping) and ("parameters" in said or "arguments" in said) else "has no name"
-        if isinstance(named, str):
-            return read
-        calls.append(named)
-        at = end + len(rest[end:]) - len(rest[end:].lstrip("; \n\t"))
-    read.calls, read.content = calls, before if calls else read.content
-    return read
+def _id(given: Any) -> str:
+    return given.strip() if isinstance(given, str) and re.fullmatch(r"\s*[\w-]{1,64}\s*", given) else ""
+
+
+def _dump(value: Any) -> str | None:
+    """JSON that everybody can load; None where there is none."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    level = deepest = 0
+    for m in _BRACKETS.finditer(text) if text.count("[") + text.count("{") > _DEEP else ():
+        level += bool(m[1]) - bool(m[2])
+        deepest = max(deepest, level)
+    return _LONE.sub("\ufffd", text) if deepest <= _DEEP else None
 
 # %% ../../nbs/11_tokens.parse.ipynb #14a9fd66
 def template_message(
     message: Mapping[str, Any],  # as a client sends it
 ) -> dict[str, Any]:
     """A message as chat templates read it."""
-    made = {k: v for k, v in message.items() if v is not None or k == "content"}
+    made: dict[str, Any] = {k: _LONE.sub("\ufffd", v) if isinstance(v, str) else v for k, v in message.items() if v is not None or k == "content"}
     made["content"] = _text(made.get("content"))
     if made.get("tool_calls"):
         made["tool_calls"] = [_template_call(c) for c in made["tool_calls"]]
@@ -228,7 +313,7 @@ def _text(content: Any) -> Any:
     if content is None:
         return ""
     if isinstance(content, (list, tuple)) and all(isinstance(p, Mapping) and p.get("type") in ("text", "input_text", "output_text") for p in content):
-        return "".join(str(p.get("text", "")) for p in content)
+        return _LONE.sub("\ufffd", "".join(str(p.get("text", "")) for p in content))
     return content
 
 
@@ -242,11 +327,8 @@ def _loaded(arguments: Any) -> Any:
     """A call's arguments as a mapping, where they are one."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
-    try:
-        found = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
+    named = _named({"name": "f", "arguments": arguments})
+    return json.loads(named[1]) if isinstance(named, tuple) else arguments
 
 
 def said(
