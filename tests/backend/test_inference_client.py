@@ -167,7 +167,7 @@ def test_silence_is_reported_and_a_flag_ends_the_wait(serve: Any) -> None:
         threading.Timer(0.2, flag.set).start()
         with pytest.raises(Interrupted):
             client.sample([[3, 4]], stop_flag=flag)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40
         fake.hang.set()
         assert client.sample([[3, 4]])[0][0].tokens == [5, 1]
 

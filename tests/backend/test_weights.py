@@ -217,7 +217,7 @@ def test_an_engine_that_hangs_is_left_paused_and_its_late_answer_changes_nothing
     start = time.monotonic()
     with pytest.raises(PushError, match=r"did not end within 0.5 s"):
         pusher.push(1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     before = len(engine.calls)
     engine.faults.clear()
     go.set()

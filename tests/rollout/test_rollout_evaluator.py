@@ -111,12 +111,12 @@ def test_a_hanging_evaluator_is_given_up():
     release = threading.Event()
 
     def hang(row, answer):
-        release.wait(20)
+        release.wait(100)
         return 1.0
 
     began = time.monotonic()
     s = score(as_evaluator(hang), ROW, "4", timeout=0.1)
-    assert s.status == "error" and "took longer than 0.1 s (eval_timeout)" in s.error and time.monotonic() - began < 10
+    assert s.status == "error" and "took longer than 0.1 s (eval_timeout)" in s.error and time.monotonic() - began < 40
     assert all(t.daemon for t in threading.enumerate() if t.name == "evaluator")
     release.set()
     assert within(5, lambda: 7) == 7

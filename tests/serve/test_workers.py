@@ -275,12 +275,12 @@ def test_a_rank_that_is_killed_ends_the_group_and_says_so(lora_group: WorkerGrou
     with pytest.raises(BackendError, match=r"rank 1 of 2 was ended by SIGKILL during 'forward_backward'"):
         while time.monotonic() < start + 30:
             lora_group.forward_backward(data, "ppo")
-    assert time.monotonic() < start + 30 and all_gone(pids)
+    assert time.monotonic() < start + 60 and all_gone(pids)
     again = time.monotonic()
     with pytest.raises(BackendError, match="ended by SIGKILL"):
         lora_group.optim_step()
     assert lora_group.health()["status"] == "failed" and "SIGKILL" in lora_group.health()["error"]
-    assert time.monotonic() < again + 1
+    assert time.monotonic() < again + 15
     lora_group.close()
     lora_group.close()
 
@@ -326,7 +326,7 @@ def test_a_rank_that_hangs_ends_the_group_at_the_deadline(group: WorkerGroup) ->
     start = time.monotonic()
     with pytest.raises(BackendError, match=r"rank 0 of 2 did not answer 'forward_backward' within 3 s \(stopped by a signal\)"):
         group.forward_backward(make_data(0), "ppo")
-    assert time.monotonic() < start + 20 and all_gone(pids)
+    assert time.monotonic() < start + 60 and all_gone(pids)
     with pytest.raises(BackendError, match="did not answer"):
         group.save("nowhere")
 
