@@ -237,7 +237,7 @@ class Candidate:
     ):
         self.codec = Codec(self.keep, self.take)
         self.kept: list[Any] = []  # what went to the judge by number
-        self.line = Line(*task["line"], self.answer)
+        self.line = Line(task["line"][0], task["line"][1], self.answer)
         self.module = type(sys)("solution")
         self.module.__dict__.update(__file__=os.path.join(task["work"], task["main"]), __builtins__=builtins)
 
@@ -293,7 +293,7 @@ class Candidate:
             return args[0](*args[1:], **kwargs)
         if op == "isinstance":
             return isinstance(args[0], args[1])
-        plain = {"get": getattr, "set": setattr, "del": delattr, "next": next, "iter": iter, "len": len, "bool": bool, "str": str, "int": int, "float": float, "divmod": divmod, "hash": hash, "abs": abs, "round": round}  # fmt: skip
+        plain: dict[str, Any] = {"get": getattr, "set": setattr, "del": delattr, "next": next, "iter": iter, "len": len, "bool": bool, "str": str, "int": int, "float": float, "divmod": divmod, "hash": hash, "abs": abs, "round": round}  # fmt: skip
         if op in plain:
             return plain[op](*args)
         import operator
@@ -588,7 +588,7 @@ def modules_meant(trees: list[Any]) -> set[str]:
 # %% ../../nbs/43_rollout.inside.ipynb #8d39654f
 def judge(task: dict[str, Any]) -> None:
     """Run the tests against the candidate at the other end of the line."""
-    link = Link(*task["line"], task["objects"])
+    link = Link(task["line"][0], task["line"][1], task["objects"])
     with open(task["report"], "wb") as report:
 
         def say(**what: Any) -> None:

@@ -32,11 +32,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from . import inside
 from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator
 from ..types import ConfigError, EvaluatorError, nearest
 
 # %% auto #0
-__all__ = ['STATUSES', 'INSTALL', 'log', 'STARTUP_SECONDS', 'seccomp_filter', 'SandboxResult', 'Sandbox', 'how_confined']
+__all__ = ['STATUSES', 'INSTALL', 'log', 'STARTUP_SECONDS', 'seccomp_filter', 'SandboxResult', 'Sandbox', 'how_confined',
+           'extract_code', 'CodeEvaluator', 'judge_apart', 'same_output']
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #4da20619
 _DENIED = {  # system call: its number on x86_64 and on aarch64 (-1: it has none)
@@ -108,7 +110,8 @@ def _binds(python: str, packages: tuple[str, ...]) -> tuple[str, ...]:
     shown = [("/usr/lib64", "/usr/lib64"), (_libraries(), _libraries())]
     shown += [(f, "/py/" + os.path.relpath(f, base)) for f in folders] if base == "/usr" else [(f"{base}/{d}", f"/py/{d}") for d in ("lib", "lib64")]
     shown += [(exe, "/py/bin/python"), *((p, f"/py/packages/{os.path.basename(p)}") for p in _found(packages))]
-    args = [a for source, to in dict.fromkeys(shown) for a in ("--ro-bind-try", os.path.realpath(source), to)]
+    args = [a for folder in ("/usr", "/usr/lib", "/py", "/py/bin", "/py/lib", "/py/lib64", "/py/packages") for a in ("--perms", "0755", "--dir", folder)]
+    args += [a for source, to in dict.fromkeys(shown) for a in ("--ro-bind-try", os.path.realpath(source), to)]
     hidden = [to + tail for f, to in dict.fromkeys(shown) for tail in _site_folders(f)]
     args += [a for h in hidden for a in ("--size", "4096", "--tmpfs", h, "--remount-ro", h)]
     for link in ("/lib", "/lib64"):
@@ -135,7 +138,7 @@ def _found(packages: tuple[str, ...]) -> tuple[str, ...]:
     paths: list[str] = []
     for name in packages:
         spec = None if os.sep in name else find_spec(name)
-        path = name if os.sep in name else (list(spec.submodule_search_locations or [])[:1] or [spec.origin])[0] if spec else None
+        path = name if os.sep in name else next(iter([*(spec.submodule_search_locations or ()), spec.origin])) if spec else None
         if not path or not os.path.exists(path):
             raise ConfigError(f"the package {name!r} is not installed here; packages are import names, or paths of their folders")
         libs = os.path.join(os.path.dirname(path), f"{name}.libs")
@@ -155,13 +158,14 @@ def _spare_users() -> Iterator[int]:
 
 _ENVIRONMENT = {"PATH": "/py/bin", "HOME": "/work", "TMPDIR": "/work", "USER": "sandbox", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
 _FLAGS = ["-P", "-s", "-S", "-B", "-X", "utf8", "-c"]
-_BOOT = "import marshal as m,sys\nwith open(int(sys.argv[1]),'rb') as f:t=m.load(f)\ng={'__name__':'inside','__file__':'<sandbox>'}\nexec(compile(t['inside'],'<sandbox>','exec'),g)\ng['start'](t)\n"
+_BOOT = "import marshal as m,sys\nwith open(int(sys.argv[1]),'rb') as f:t=m.load(f)\ng={'__name__':'inside','__file__':'<sandbox>'}\nc=t['inside']\nexec(compile(c,'<sandbox>','exec') if type(c) is str else c,g)\ng['start'](t)\n"
 
 
 @cache
-def _inside() -> str:
-    """The source of what runs within."""
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+def _inside(python: str) -> Any:
+    """What runs within: compiled where the interpreter is this one, else its source."""
+    source = Path(inside.__file__).read_text(encoding="utf-8")
+    return compile(source, "<sandbox>", "exec", dont_inherit=True) if python == sys.executable else source
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #33514c5f
 STATUSES = ("ok", "failed", "timeout", "killed")
@@ -327,7 +331,7 @@ class _Jobs:
         sandbox, (ready, said) = self.sandbox, self.pipe()
         wrapped, work, packages = sandbox.mode != "none", *self._places()
         user = next(_spare_users()) if sandbox.mode == "user" else None
-        full = {**task, "inside": _inside(), "ready": said, "uid": user, "limits": _limits(sandbox), "work": work, "packages": packages}
+        full = {**task, "inside": _inside(str(sandbox.python)), "ready": said, "uid": user, "limits": _limits(sandbox), "work": work, "packages": packages}
         given, source, rules = self.hold(marshal.dumps(full, 2)), self.hold(stdin), self.hold(seccomp_filter() if wrapped else b"")
         command = [*(_wrapped(sandbox, rules) if wrapped else [_layout(str(sandbox.python))[0]]), *_FLAGS, _BOOT, str(given)]
         handed = [given, said, rules, *keep]
@@ -495,8 +499,8 @@ def _wrapped(sandbox: Sandbox, rules: int) -> list[str]:
     return [
         str(sandbox.bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", *users,
         "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", *_binds(str(sandbox.python), sandbox.packages),
-        "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-        "--perms", "1777", "--size", str(sandbox.disk), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work", "--remount-ro", "/",
+        "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108 - within
+        "--perms", "1777", "--size", str(sandbox.disk), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work", "--remount-ro", "/",  # noqa: S108 - within
         *(a for k, v in {**_ENVIRONMENT, "LD_LIBRARY_PATH": "/py/lib"}.items() for a in ("--setenv", k, v)),
         "--seccomp", str(rules), "--", "/py/bin/python",
     ]  # fmt: skip
@@ -614,3 +618,163 @@ def how_confined(
             return mode, ""
         reasons.append(f"processes are not limited there ({done.stdout.strip()!r}, {done.stderr.strip()[-200:]!r})")
     return "none", f"bubblewrap does not work: {'; '.join(reasons)}. In a container it needs user namespaces, or the capabilities SYS_ADMIN, SETUID and SETGID."
+
+# %% ../../nbs/43_rollout.sandbox.ipynb #4b1b6b9b
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_PYTHON = {"python", "py", "python3", "py3"}
+
+
+def extract_code(
+    answer: str,  # what a model wrote
+) -> tuple[str, bool]:  # the code, and whether it stood in a fence
+    """The program in an answer."""
+    blocks = [(m[2].lower(), m[3]) for m in _FENCE.finditer(answer)]
+    marked = [text for name, text in blocks if name in _PYTHON] or [text for name, text in blocks if not name] or [text for _, text in blocks]
+    return (marked[-1], True) if marked else (answer, False)
+
+# %% ../../nbs/43_rollout.sandbox.ipynb #9bbf5d5c
+@dataclass
+class _Verdict:
+    """What tests came to."""
+
+    total: int
+    passed: int = 0
+    timeout: bool = False
+    failures: list[str] = field(default_factory=list)
+    stderr: str = ""
+
+
+class CodeEvaluator(Evaluator):
+    """Rewards a program for the tests that it passes."""
+
+    def __init__(
+        self,
+        *,
+        tests: str = "tests",  # column of tests in Python
+        cases: str = "cases",  # column of inputs and outputs
+        entry_point: str = "entry_point",  # column with the function's name that `check` is called with; rows may lack it
+        setup: str = "setup",  # column of code that the tests need first; rows may lack it
+        before: str | None = None,  # column of text that the answer continues, as HumanEval's prompt
+        reward: str = "all",  # "all": 1 where every test passes, else 0; "fraction": the share that passes
+        objects: bool = False,  # what the program's own objects say of themselves counts
+        same: Callable[[str, str], bool] | None = None,  # of expected and printed output; None: the same but for white space at the ends of lines
+        sandbox: Sandbox | None = None,  # None: one with the usual limits
+    ):
+        if reward not in ("all", "fraction"):
+            raise ConfigError(f"reward must be 'all' or 'fraction', not {reward!r}{nearest(reward, ['all', 'fraction'])}")
+        self.tests, self.cases, self.entry_point, self.setup, self.before = tests, cases, entry_point, setup, before
+        self.reward, self.objects, self.same = reward, objects, same or same_output
+        self.sandbox = sandbox or Sandbox()
+
+    def evaluate(self, data: Mapping[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
+        """Run the answer's program against the row's tests."""
+        code, fenced = extract_code(str(evaluation_target.final_answer))
+        code = f"{data[self.before]}{code}" if self.before else code
+        tests, cases = _tests_of(data.get(self.tests), self.tests), _cases_of(data.get(self.cases), self.cases)
+        if not tests and not cases:
+            raise EvaluatorError(f"this row has no tests: it needs {self.tests!r} (Python) or {self.cases!r} (inputs and outputs), and has {sorted(map(str, data))}")
+        verdicts = [self._judged(code, tests, data)] if tests else []
+        verdicts += [self._compared(code, cases)] if cases and (self.reward == "fraction" or all(v.passed == v.total for v in verdicts)) else []
+        return self._result(verdicts, len(cases) if len(verdicts) == 1 and tests else 0, fenced)
+
+    def _result(self, verdicts: Sequence[_Verdict], left: int, fenced: bool) -> EvaluationRunResult:
+        """Reward and metrics; `left` cases were not run, for the reward was known."""
+        total, passed = sum(v.total for v in verdicts) + left, sum(v.passed for v in verdicts)
+        value = passed / total if self.reward == "fraction" else float(passed == total)
+        metrics = {"tests_passed": passed / total, "tests": float(total), "timeout": float(any(v.timeout for v in verdicts)), "fenced": float(fenced)}
+        extra: dict[str, Any] = {"failures": [f for v in verdicts for f in v.failures][:3], "stderr": "".join(v.stderr for v in verdicts)[-1000:]}
+        return EvaluationRunResult(value, f"{total} tests", metrics, {k: v for k, v in extra.items() if v})
+
+    def _compared(self, code: str, cases: Sequence[tuple[str, str]]) -> _Verdict:
+        """Run the program for each case, and compare what it prints."""
+        verdict = _Verdict(len(cases))
+        for number, (given, expected) in enumerate(cases):
+            result = self.sandbox.run(code, stdin=given)
+            right = result.ok and self.same(expected, result.stdout)
+            verdict.passed += right
+            verdict.timeout |= result.status == "timeout"
+            if not right:
+                verdict.failures.append(f"case {number}: {_why(result)}")
+                verdict.stderr = result.stderr or verdict.stderr
+                if self.reward == "all":
+                    break
+        return verdict
+
+    def _judged(self, code: str, tests: str | list[str], data: Mapping[str, Any]) -> _Verdict:
+        """Run the tests in a sandbox, and the program in another."""
+        task = {"tests": tests, "entry_point": data.get(self.entry_point) or None, "setup": str(data.get(self.setup) or ""), "objects": self.objects}
+        said, judge, program, nonce = judge_apart(self.sandbox, code, task)
+        heard = [m for m in said if m.get("nonce") == nonce]
+        if broken := [m["broken"] for m in heard if "broken" in m]:
+            raise EvaluatorError(f"this row's tests cannot be run: {broken[0]}")
+        total = next((int(m["total"]) for m in heard if "total" in m), 0)
+        if not total and program.status in ("ok", "failed"):
+            raise EvaluatorError(f"the tests did not begin ({judge.status}, {judge.cause}): {judge.stderr.strip()[-500:]}")
+        passed = len({m["test"] for m in heard if m.get("passed")})
+        failures = [f"{m['name']}: {m['error']}" for m in heard if m.get("error")] + [m["failed"] for m in heard if "failed" in m]
+        done = any("done" in m for m in heard)
+        if not done and not failures:
+            failures = [_why(program if program.status in ("timeout", "killed") else judge)]
+        return _Verdict(max(total, 1), min(passed, total) if done or self.reward == "fraction" else 0, not done and "timeout" in (judge.status, program.status), failures, program.stderr)
+
+# %% ../../nbs/43_rollout.sandbox.ipynb #fca32501
+def judge_apart(
+    sandbox: Sandbox,  # its limits hold for each of the two
+    code: str,  # the program
+    task: Mapping[str, Any],  # tests, setup, entry_point, objects
+) -> tuple[list[dict[str, Any]], SandboxResult, SandboxResult, str]:  # what the judge said, how the judge and the program ended, the nonce
+    """Run tests and a program in two sandboxes, joined by a line for calls."""
+    nonce = secrets.token_hex(16)
+    with _Jobs(sandbox) as jobs:
+        asked, asks = jobs.pipe()
+        answered, answers = jobs.pipe()
+        report, reports = jobs.pipe()
+        files = {"files": {"solution.py": code.encode("utf-8", "surrogatepass")}, "main": "solution.py"}
+        program = jobs.start({"mode": "serve", "line": (asked, answers), **files}, b"", [asked, answers])
+        judge = jobs.start({"mode": "judge", "line": (answered, asks), "files": {}, "nonce": nonce, "report": reports, **task}, b"", [answered, asks, reports], [report])
+        jobs.watch(judge)
+        said = []
+        for line in bytes(judge.streams[report]).splitlines():
+            said.append(json.loads(line) if line.endswith(b"}") else {})
+        return said, jobs.result(judge), jobs.result(program), nonce
+
+
+def same_output(
+    expected: str,
+    printed: str,
+) -> bool:
+    """Whether two outputs are the same but for white space at the ends of lines and empty lines at the end."""
+    return [x.rstrip() for x in expected.rstrip().splitlines()] == [x.rstrip() for x in printed.rstrip().splitlines()]
+
+
+def _why(result: SandboxResult) -> str:
+    """Why a program did not pass."""
+    if result.ok:
+        return "another output"
+    last = result.stderr.strip().splitlines()[-1:] if result.status == "failed" else []
+    return f"{result.status} ({result.cause or f'exit code {result.exit_code}'}){': ' + last[0][:300] if last else ''}"
+
+
+def _tests_of(given: Any, column: str) -> str | list[str]:
+    """Tests as one text, or one in each entry."""
+    if given is None or given == "":
+        return ""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Sequence) and all(isinstance(t, str) for t in given):
+        return list(given)
+    raise EvaluatorError(f"{column!r} is a text, or a list of texts, not {type(given).__name__}")
+
+
+def _cases_of(given: Any, column: str) -> list[tuple[str, str]]:
+    """Inputs and outputs: a list of pairs or of dictionaries, a dictionary of two lists, or any of them as JSON."""
+    try:
+        given = json.loads(given) if isinstance(given, str) and given else given
+        if not given:
+            return []
+        if isinstance(given, Mapping) and "fn_name" not in given:
+            given = list(zip(given.get("input", given.get("inputs")), given.get("output", given.get("outputs")), strict=True))
+        pairs = [(c["input"], c["output"]) if isinstance(c, Mapping) else tuple(c) for c in given]
+        return [("\n".join(a) if isinstance(a, list) else str(a), "\n".join(b) if isinstance(b, list) else str(b)) for a, b in pairs]
+    except (ValueError, TypeError, KeyError) as e:
+        raise EvaluatorError(f'{column!r} is a list of {{"input": ..., "output": ...}}, or {{"inputs": [...], "outputs": [...]}}: {type(e).__name__}: {e}') from e
