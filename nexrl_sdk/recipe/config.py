@@ -352,7 +352,17 @@ class Identity(Settings):
         for key in ("model.path", "model.tokenizer", *(f"service.{role}_service.path" for role in OTHERS)):
             name = get_path(config, key)
             found[key] = _folder_digest(self.resolve_path(name)) if name else None
+        found.update(self._agent_digests(config["rollout_worker"]))
         return {k: v for k, v in found.items() if v}
+
+    def _agent_digests(self, section: Mapping[str, Any]) -> dict[str, str | None]:
+        """Of an agent's file and of the folder with its tools."""
+        path, workspace = section["agent_config_path"], section["agent_workspace"]
+        file = self.resolve_path(path) if path else None
+        return {
+            "rollout_worker.agent_config_path": _file_digest(file) if file is not None and file.is_file() else None,
+            "rollout_worker.agent_workspace": _folder_digest(self.resolve_path(workspace)) if workspace else None,
+        }
 
     def _code_digest(self, role: str, reference: str | list[str] | None, key: str) -> str | None:
         if role in self.live:
@@ -566,9 +576,27 @@ class Parts(Identity):
         own = self.own_class("worker_class")
         if own is not None:
             return own
+        if self.config.rollout_worker.type == "agent":
+            from nexrl_sdk.rollout.agent import AgentRolloutWorker
+
+            return AgentRolloutWorker
         from nexrl_sdk.rollout.worker import SimpleRolloutWorker
 
         return SimpleRolloutWorker
+
+    def agent_settings(self) -> dict[str, Any]:
+        """What a worker with an agent is told beside the others' settings."""
+        w = self.config.rollout_worker
+        if not w.agent_config_path:
+            found: Any = None
+        else:
+            from nexrl_sdk.rollout.agent_config import AgentConfig
+
+            found = AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=self.resolve_path(w.agent_workspace) if w.agent_workspace else None)
+        return {
+            "agent": found, "rollouts_at_once": w.rollouts_at_once, "timeout": w.rollout_timeout, "unfinished": w.unfinished,
+            "template_kwargs": dict(w.template_kwargs), "tool_format": w.tool_format,
+        }  # fmt: skip
 
     def output_dir(self) -> Path:
         """Where a run of this recipe goes."""
@@ -682,7 +710,8 @@ class Recipe(Parts):
 
     def _columns(self) -> list[str]:
         """The columns that every row must have."""
-        own = "worker_class" in self.live or self.config.rollout_worker.custom_rollout_worker_class_name or self.config.algorithm.type == "cross_entropy"
+        w = self.config.rollout_worker
+        own = "worker_class" in self.live or w.custom_rollout_worker_class_name or w.type == "agent" or self.config.algorithm.type == "cross_entropy"
         return [] if own else [self.config.data.prompt_key]
 
     def make_stream(self) -> Any:
@@ -720,10 +749,11 @@ class Recipe(Parts):
     ) -> Any:
         """The rollout worker that the recipe describes."""
         w, d = self.config.rollout_worker, self.config.data
-        return self.worker_class()(
-            backend, self.evaluator(), prompt_key=d.prompt_key, system=w.system_prompt, chat=w.chat, sampling=self.sampling(), group_size=self.config.trajectory_pool.group_size,
-            max_prompt_length=d.max_prompt_length, overlong=d.overlong, concurrency=w.num_workers, retries=w.retries, eval_timeout=w.eval_timeout, seed=self.config.seed,
-        )  # fmt: skip
+        settings = {
+            "prompt_key": d.prompt_key, "system": w.system_prompt, "chat": w.chat, "sampling": self.sampling(), "group_size": self.config.trajectory_pool.group_size,
+            "max_prompt_length": d.max_prompt_length, "overlong": d.overlong, "concurrency": w.num_workers, "retries": w.retries, "eval_timeout": w.eval_timeout, "seed": self.config.seed,
+        }  # fmt: skip
+        return _worker(self.worker_class(), backend, self.evaluator(), settings, self)
 
     def __getattr__(self, name: str) -> Any:
         """Nothing; the message says where a section is."""
@@ -739,6 +769,20 @@ class Recipe(Parts):
         from nexrl_sdk.view.rollouts import recipe_html
 
         return recipe_html(self)
+
+
+def _worker(cls: Any, backend: Any, evaluator: Any, settings: dict[str, Any], recipe: Recipe) -> Any:
+    """A worker, made as its class wants to be made."""
+    from nexrl_sdk.rollout.agent import AgentRolloutWorker, BaseNexAURolloutWorker, WorkerConfig
+
+    if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
+        if recipe.config.rollout_worker.type == "agent":
+            raise ConfigError(f"rollout_worker.type is 'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
+        return cls(backend, evaluator, **settings)
+    settings = {**settings, **recipe.agent_settings()}
+    if issubclass(cls, BaseNexAURolloutWorker):
+        return cls(WorkerConfig(backend, evaluator, recipe.to_dict()["rollout_worker"], **settings))
+    return cls(backend, evaluator, **settings)
 
 
 def _plain(value: Any) -> Any:

@@ -96,7 +96,15 @@ class Data(Rows):
 class RolloutWorker(Section):
     """How a prompt is answered and scored."""
 
-    type: Literal["simple"] = "simple"
+    type: Literal["simple", "agent"] = "simple"  # one prompt and one answer, or an agent with tools
+    agent_config_path: str | None = None  # an agent's YAML file
+    agent_workspace: str | None = None  # folder of the agent's modules; null: the file's
+    rollout_timeout: Positive | None = None  # seconds that an agent may work on a task
+    rollouts_at_once: Count = 256  # agents at work
+    unfinished: Literal["score", "fail"] = "score"  # a rollout that ran out of turns or of context: judged as it is, or failed
+    template_kwargs: dict[str, Any] = {}  # variables of the chat template in an agent's conversations
+    tool_format: str | None = None  # how the model writes tool calls; null: as its tokenizer says
+    task_name: str | None = None  # for a worker of your own, which finds it in its config
     evaluator_module_path: str | list[str] | None = None  # "file.py:Name": a function or an Evaluator class; a list: rewards to add up
     system_prompt: str | None = None
     chat: bool | None = None  # use the chat template; null: when the prompt is a list of messages
