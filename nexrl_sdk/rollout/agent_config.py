@@ -32,6 +32,15 @@ __all__ = ['MOST_BYTES', 'MOST_NODES', 'IGNORED_LLM', 'SAMPLING', 'REFUSED_LLM',
 # %% ../../nbs/43_rollout.agent_config.ipynb #1a41340c
 MOST_BYTES, MOST_NODES = 1_000_000, 100_000  # of a configuration file; nodes with every alias written out
 _VARIABLE = re.compile(r"\$\{(env\.[A-Za-z_]\w*|variables\.[\w.]+|this_file_dir)\}")
+_MARKED = re.compile("\ue000([\\w.]+)\ue001")  # a variable while YAML is parsed, to which braces would be a mapping
+
+
+def _marked(found: re.Match[str]) -> str:
+    return f"\ue000{found[1]}\ue001"
+
+
+def _unmarked(found: re.Match[str]) -> str:
+    return f"${{{found[1]}}}"
 
 
 def _read_text(path: Path) -> str:
@@ -73,9 +82,10 @@ def _read_yaml(
     """A YAML file's mapping."""
     import yaml
 
-    text = _read_text(path)
-    loader = yaml.SafeLoader(text)
+    text = _read_text(path) if replace is None else _VARIABLE.sub(_marked, _read_text(path))
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is not None and _weigh(node, {}) > MOST_NODES:
             raise ConfigError(f"its aliases written out would be more than {MOST_NODES} values")
@@ -85,9 +95,10 @@ def _read_yaml(
     except RecursionError as e:
         raise ConfigError(f"{path} is nested too deeply") from e
     except (yaml.YAMLError, ValueError) as e:
-        raise ConfigError(f"{path}: {' '.join(str(e).split())}") from e
+        raise ConfigError(f"{path}: {' '.join(_MARKED.sub(_unmarked, str(e)).split())}") from e
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must be a YAML mapping, as in 'name: my_agent', not {'empty' if found is None else type(found).__name__}")
     return found
@@ -108,24 +119,26 @@ class _Replacer:
         seen: set[int] = set()
         pairs = root.value if isinstance(root, yaml.MappingNode) else []
         for key, value in sorted(pairs, key=lambda pair: pair[0].value != "variables"):
+            self._walk(loader, key, seen, None)
             self._walk(loader, value, seen, self.unread.get(str(key.value), ()))
             if key.value == "variables":
                 self.variables = loader.construct_object(value, deep=True)
 
-    def _walk(self, loader: Any, node: Any, seen: set[int], skip: Sequence[str] = ()) -> None:
+    def _walk(self, loader: Any, node: Any, seen: set[int], skip: Sequence[str] | None = ()) -> None:
+        """Replace in a node and all below it, but for keys, and for the values of the keys to skip; None skips all."""
         import yaml
 
         if id(node) in seen:
             return
         seen.add(id(node))
-        if isinstance(node, yaml.ScalarNode) and _VARIABLE.search(node.value):
-            node.value = _VARIABLE.sub(self._value, node.value)
+        if isinstance(node, yaml.ScalarNode) and _MARKED.search(node.value):
+            node.value = _MARKED.sub(_unmarked if skip is None else self._value, node.value)
             node.tag = loader.resolve(yaml.ScalarNode, node.value, (True, False)) if node.style is None else node.tag
         for child in node.value if isinstance(node, yaml.SequenceNode) else []:
-            self._walk(loader, child, seen)
+            self._walk(loader, child, seen, None if skip is None else ())
         for key, child in node.value if isinstance(node, yaml.MappingNode) else []:
-            if key.value not in skip:
-                self._walk(loader, child, seen)
+            self._walk(loader, key, seen, None)
+            self._walk(loader, child, seen, None if skip is None or key.value in skip else ())
 
     def _value(self, found: re.Match[str]) -> str:
         kind, _, name = found[1].partition(".")
@@ -184,7 +197,17 @@ def _load_from(path: Path, name: str, folders: Sequence[Path]) -> Any:
                 stack.enter_context(_beside(folder))
         if path.is_file():
             load_module(path)
-        return load_object(f"{path}:{name}")
+        found = load_object(f"{path}:{name}")
+    _forget_namespaces(folders)
+    return found
+
+
+def _forget_namespaces(folders: Sequence[Path]) -> None:
+    """Folders without __init__.py that were imported as packages must not stand in for those of another workspace."""
+    for name, module in list(sys.modules.items()):
+        places = [Path(p) for p in getattr(module, "__path__", ())] if getattr(module, "__file__", None) is None and not name.startswith("nexrl_user_") else []
+        if places and all(any(place.is_relative_to(f) for f in folders) and "site-packages" not in place.parts for place in places):
+            del sys.modules[name]
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #46223c0a
 _TRAINED = "the model in training answers"
@@ -253,7 +276,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         raise ConfigError(f"llm_config: {e}") from e
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #99c0e7c7
-@dataclass
+@dataclass(repr=False)
 class AgentConfig:
     """An agent: its prompt, tools, sub-agents and limits."""
 
@@ -301,6 +324,9 @@ class AgentConfig:
     ) -> AgentConfig:
         """An agent from a notebook's cell."""
         return _build({"system_prompt": system_prompt, "tools": list(tools), **settings}, (Path.cwd(),), "the agent", _Loading(None, os.environ))
+
+    def __repr__(self) -> str:
+        return f"AgentConfig({self.name!r}, tools={[t.name for t in self.tools]}, sub_agents={list(self.sub_agents)})"
 
     def prompt(self, **context: Any) -> str:
         """The system prompt, rendered."""
@@ -426,7 +452,7 @@ def _load(path: Path, loading: _Loading, overrides: Mapping[str, Any]) -> AgentC
         folders = tuple(dict.fromkeys([path.parent, *([loading.workspace] if loading.workspace else [])]))
         return _build(raw, folders, str(path), dataclasses.replace(loading, above=(*loading.above, path)))
     except ConfigError as e:
-        raise e if str(e).startswith(str(path.parent)) else ConfigError(f"{path}: {e}") from e
+        raise e if str(e).startswith((f"{path} ", f"{path}:")) else ConfigError(f"{path}: {e}") from e
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -569,7 +595,7 @@ def _sub_agents(entries: Any, folders: tuple[Path, ...], loading: _Loading) -> d
         agent = config if isinstance(config, AgentConfig) else _sub_agent_file(config, folders, loading)
         name = agent.name if name is None else name
         if not isinstance(name, str) or name in found:
-            raise ConfigError(f"sub_agents names {name!r} twice" if name in found else f"a sub-agent's name must be text, not {name!r}")
+            raise ConfigError(f"sub_agents names {name!r} twice" if isinstance(name, str) else f"a sub-agent's name must be text, not {name!r}")
         found[name] = agent if agent.name == name else dataclasses.replace(agent, name=name)
     return found
 
@@ -614,7 +640,7 @@ def _make_tracer(entry: Any, folders: Sequence[Path]) -> Any:
     ours = name in _NEXAU_TRACERS and not _installed("nexau")
     cls = InMemoryTracer if ours else _load_binding(name, folders, "tracers")
     try:
-        tracer = cls(**({k: v for k, v in params.items() if k != "max_spans"} if ours else params))
+        tracer = cls(**{k: v for k, v in params.items() if k != "max_spans" or cls is not InMemoryTracer})  # ours keeps all of them
     except Exception as e:
         raise ConfigError(f"the tracer {name!r} cannot be made: {error_line(e)}") from e
     if not _is_tracer(tracer):

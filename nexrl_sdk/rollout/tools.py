@@ -229,9 +229,9 @@ class Tool:
     function: Callable[..., Any]
     timeout: float | None = None  # seconds; None: the agent's
     needs: set[str] = field(default_factory=set)  # of INJECTED, those that the function takes
-    preset: dict[str, Any] = field(default_factory=dict)  # arguments that are set here, whatever the model says
+    preset: dict[str, Any] = field(default_factory=dict, repr=False)  # arguments that are set here, whatever the model says
     output_limit: int | None = None  # characters of a result; None: the agent's
-    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # from JSON values to what the annotations say
+    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = field(default=None, repr=False)  # from JSON values to what the annotations say
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not TOOL_NAME.fullmatch(self.name):
@@ -364,6 +364,8 @@ def _from_function(cls: type[Tool], function: Callable[..., Any], name: str | No
     from pydantic.errors import PydanticUserError
 
     called = name or str(getattr(function, "__name__", type(function).__name__))
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(f"the tool {called!r} needs a function, not {function!r}")
     parameters, preset = parameters_of(function, called), settings.get("preset") or {}
     shown = {k: p for k, p in parameters.items() if k not in (*INJECTED, *preset) and p.kind is not p.VAR_KEYWORD}
     hints = _annotations(function, shown, called)

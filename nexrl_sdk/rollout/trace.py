@@ -55,15 +55,20 @@ class Span:
         return top
 
 # %% ../../nbs/41_rollout.trace.ipynb #0d200dc4
-def _snapshot(value: Any, depth: int = 60) -> Any:
-    """Dictionaries and lists copied, what is in them kept."""
-    if isinstance(value, (dict, list, tuple)) and not depth:
-        return "(nested too deeply)"
-    if isinstance(value, dict):
-        return {k: _snapshot(v, depth - 1) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_snapshot(v, depth - 1) if isinstance(v, (dict, list, tuple)) else v for v in value]
-    return value
+def _snapshot(value: Any, depth: int = 100, copies: dict[int, Any] | None = None) -> Any:
+    """Dictionaries and lists copied, each of them once; what is in them kept."""
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    copies = {} if copies is None else copies
+    if id(value) not in copies:
+        copies[id(value)] = "(contains itself)"
+        if not depth:
+            copies[id(value)] = "(nested too deeply)"
+        elif isinstance(value, dict):
+            copies[id(value)] = {k: _snapshot(v, depth - 1, copies) for k, v in value.items()}
+        else:
+            copies[id(value)] = [_snapshot(v, depth - 1, copies) if isinstance(v, (dict, list, tuple)) else v for v in value]
+    return copies[id(value)]
 
 
 def _as_record(value: Any, key: str) -> dict[str, Any]:
