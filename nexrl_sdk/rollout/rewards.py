@@ -206,12 +206,19 @@ class ReadyMade(Evaluator):
             raise EvaluatorError(f"the truth in column {self.column!r} has no answer by {self.truth_extract}: {text[-80:]!r}")
         return found
 
+    def check(
+        self,
+        truths: list[str],
+    ) -> None:
+        """EvaluatorError where nothing could be compared with these, whatever the answer."""
+
     def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
         """The best comparison with what is right."""
         truths = self.truths(data)
         given = extract_answer(read_text(evaluation_target.final_answer), self.extract)
         shown = truths[0] if len(truths) == 1 else truths
         if given is None:
+            self.check(truths)
             return EvaluationRunResult(0.0, shown, {"extracted": 0.0})
         reward, metrics = max((self.compare(given, t) for t in truths), key=lambda found: found[0])
         return EvaluationRunResult(reward, shown, {"extracted": 1.0, **metrics}, {"extracted": given[:500]})
@@ -260,10 +267,19 @@ class ExactMatch(ReadyMade):
 
     def compare(self, given: str, truth: str) -> tuple[float, dict[str, float]]:
         """Whether they are the same."""
-        wanted = normalise(truth, **self.normal)
-        if not wanted:
-            raise EvaluatorError(f"nothing is left of the truth {truth[:80]!r} after {self.normal}")
-        return float(normalise(given, **self.normal) == wanted), {}
+        return float(normalise(given, **self.normal) == _left(truth, self.normal)), {}
+
+    def check(self, truths: list[str]) -> None:
+        """Whether something is left of each."""
+        for truth in truths:
+            _left(truth, self.normal)
+
+
+def _left(truth: str, normal: Mapping[str, bool]) -> str:
+    """A truth in one spelling; EvaluatorError where that is empty."""
+    if not (found := normalise(truth, **normal)):
+        raise EvaluatorError(f"nothing is left of the truth {truth[:80]!r} after {dict(normal)}")
+    return found
 
 # %% ../../nbs/43_rollout.rewards.ipynb #a21611da
 def token_f1(
@@ -320,18 +336,20 @@ class FuzzyMatch(ReadyMade):
 
     def compare(self, given: str, truth: str) -> tuple[float, dict[str, float]]:
         """The likeness of both in one spelling."""
-        wanted = normalise(truth, **self.normal)
-        if not wanted:
-            raise EvaluatorError(f"nothing is left of the truth {truth[:80]!r} after {self.normal}")
-        likeness = (token_f1 if self.by == "f1" else edit_ratio)(normalise(given, **self.normal), wanted)
+        likeness = (token_f1 if self.by == "f1" else edit_ratio)(normalise(given, **self.normal), _left(truth, self.normal))
         return (likeness if self.threshold is None else float(likeness >= self.threshold)), {"likeness": likeness}
+
+    def check(self, truths: list[str]) -> None:
+        """Whether something is left of each."""
+        for truth in truths:
+            _left(truth, self.normal)
 
 # %% ../../nbs/43_rollout.rewards.ipynb #f06f711e
 _PLAIN = re.compile(r"(-?)((?:\d+\.?\d*|\.\d+))(?:e([-+]?\d{1,4}))?")
 _TIMES = re.compile(r"(?:\\times|\\cdot|[x*×·])10(?:\^|\*\*)\{?([-+]?\d{1,4})\}?")
 _FRACTION = re.compile(r"(-?)(?:(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)|\\[dt]?frac\{(\d+(?:\.\d+)?)\}\{(\d+(?:\.\d+)?)\}|\\[dt]?frac(\d)(\d))")
 _MIXED = re.compile(r"(-?)(\d+)(?:\s+(?=\d+/)|\s*(?=\\[dt]?frac))((?:\d+/\d+)|\\[dt]?frac\{\d+\}\{\d+\}|\\[dt]?frac\d\d)")
-_UNIT = re.compile(r"(?:\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}|\^?\\?circ|°|\\degree|[^\W\d_][^\W\d_.²³]*[²³]?(?:/[^\W\d_]+)?(?:\^\{?\d\}?)?|[€$£¥₹]|\\\$)")
+_UNIT = re.compile(r"(?:\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\^?\\?circ|°|\\degree|[^\W\d_][^\W\d_.²³]*[²³]?(?:/[^\W\d_]+)?(?:\^\{?\d\}?)?|[€$£¥₹]|\\\$)")
 LONGEST = 400  # characters of a number, and digits of its exponent's size
 
 
@@ -399,14 +417,22 @@ class Numeric(ReadyMade):
 
     def compare(self, given: str, truth: str) -> tuple[float, dict[str, float]]:
         """Whether two numbers differ by no more than is allowed."""
-        wanted = parse_number(truth, self.percent)
-        if wanted is None:
-            raise EvaluatorError(f"the truth {truth[:80]!r} in column {self.column!r} is no number; set truth_extract to say where in it the number stands")
+        wanted = self._wanted(truth)
         found = parse_number(given, self.percent)
         if found is None:
             return 0.0, {"number": 0.0}
         allowed = max(Fraction(self.absolute), Fraction(self.relative) * abs(wanted))
         return float(abs(found - wanted) <= allowed), {"number": 1.0}
+
+    def _wanted(self, truth: str) -> Fraction:
+        if (found := parse_number(truth, self.percent)) is None:
+            raise EvaluatorError(f"the truth {truth[:80]!r} in column {self.column!r} is no number; set truth_extract to say where in it the number stands")
+        return found
+
+    def check(self, truths: list[str]) -> None:
+        """Whether each is a number."""
+        for truth in truths:
+            self._wanted(truth)
 
 # %% ../../nbs/43_rollout.rewards.ipynb #48db66bd
 REST = 300.0  # seconds without work after which a process ends
@@ -723,6 +749,11 @@ class Maths(ReadyMade):
         if found.get("unread"):
             raise EvaluatorError(f"the truth {truth[:80]!r} in column {self.column!r} cannot be read as mathematics")
         return float(found["right"]), {"parsed": float(found["parsed"])}
+
+    def check(self, truths: list[str]) -> None:
+        """Whether each can be read."""
+        for truth in truths:
+            self.compare("", truth)
 
 # %% ../../nbs/43_rollout.rewards.ipynb #da06a95c
 _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
