@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import secrets
+import select
 import selectors
 import shutil
 import signal
@@ -23,9 +24,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -199,13 +200,13 @@ class _Job:
     process: subprocess.Popen[bytes]
     streams: dict[int, bytearray]  # what was read, by file descriptor
     ready: int  # file descriptor that says when the program begins
-    wrapped: bool  # in bubblewrap
+    info: int  # file descriptor on which bubblewrap says who the first process within is; -1 without it
+    first: tuple[int, int] | None = None  # that process's id and file descriptor, while it may live
     began: float = field(default_factory=time.monotonic)
     started: float | None = None  # when the program began
     ended: float | None = None
     cause: str | None = None
     full: set[int] = field(default_factory=set)  # streams that had more than is kept
-    cpu: float = 0.0  # seconds of all its processes
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #a7e02a3a
 class Sandbox:
@@ -333,13 +334,14 @@ class _Jobs:
         user = next(_spare_users()) if sandbox.mode == "user" else None
         full = {**task, "inside": _inside(str(sandbox.python)), "ready": said, "uid": user, "limits": _limits(sandbox), "work": work, "packages": packages}
         given, source, rules = self.hold(marshal.dumps(full, 2)), self.hold(stdin), self.hold(seccomp_filter() if wrapped else b"")
-        command = [*(_wrapped(sandbox, rules) if wrapped else [_layout(str(sandbox.python))[0]]), *_FLAGS, _BOOT, str(given)]
-        handed = [given, said, rules, *keep]
+        info, told = self.pipe()
+        command = [*(_wrapped(sandbox, rules, told) if wrapped else [_layout(str(sandbox.python))[0]]), *_FLAGS, _BOOT, str(given)]
+        handed = [given, said, rules, told, *keep]
         process = subprocess.Popen(
             command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=handed, start_new_session=True,
             cwd="/" if wrapped else work, env={} if wrapped else {**_ENVIRONMENT, "HOME": work, "TMPDIR": work},
         )  # fmt: skip
-        job = _Job(process, {}, ready, wrapped)
+        job = _Job(process, {}, ready, info if wrapped else -1)
         self.jobs.append(job)
         self.close(*handed, source)
         for stream in (process.stdout, process.stderr):
@@ -397,6 +399,7 @@ class _Jobs:
             self._reap(job)
         elif fd == job.ready:
             job.started = time.monotonic() if os.read(fd, 1) else job.started
+            self._meet(job)
             selector.unregister(fd)
         elif self._read(job, fd):
             selector.unregister(fd)
@@ -417,13 +420,24 @@ class _Jobs:
                 self.end(job, "output")
                 return True
 
+    def _meet(self, job: _Job) -> None:
+        """Hold on to the first process within. bubblewrap names it before it lets it go on: what else is written there later is not read."""
+        if job.info < 0 or job.first is not None:
+            return
+        try:
+            pid = int(json.loads(os.read(job.info, 4096).partition(b"}")[0] + b"}")["child-pid"])
+            job.first = pid, os.pidfd_open(pid)
+        except (ValueError, ProcessLookupError):  # it was never made, or has ended
+            return
+        self.open.add(job.first[1])
+
     def _look(self) -> None:
         """End what uses more memory, or has more files, than all its processes may."""
         for job in self.jobs:
-            first = _first(job) if job.ended is None else None
-            if first is not None and _memory_of(first) > self.sandbox.memory:
+            pid = None if job.ended is not None else job.process.pid if job.info < 0 else job.first[0] if job.first else None
+            if pid is not None and _memory_of(pid) > self.sandbox.memory:
                 self.end(job, "memory")
-            elif first is not None and _files_of(first) > self.sandbox.files:
+            elif pid is not None and job.info >= 0 and _files_of(pid) > self.sandbox.files:
                 self.end(job, "files")
 
     def end(self, job: _Job, cause: str) -> None:
@@ -431,21 +445,27 @@ class _Jobs:
         if job.ended is not None:
             return
         job.cause = cause
-        if job.wrapped:
-            os.kill(_first(job) or job.process.pid, signal.SIGKILL)
-        else:
-            _end_group(job.process.pid)
+        self._end_within(job)
+        if job.first is None:
+            job.process.kill()
         self._reap(job)
 
+    def _end_within(self, job: _Job) -> None:
+        """End the first process within, and with it all others; without bubblewrap, all that can be found."""
+        if job.info < 0:
+            return _end_group(job.process.pid)
+        self._meet(job)
+        if job.first is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(job.first[1], signal.SIGKILL)
+            select.select([job.first[1]], [], [], STARTUP_SECONDS)
+
     def _reap(self, job: _Job) -> None:
-        """Take the exit code, which only a job that has ended has."""
-        if job.ended is not None:
-            return
-        _, status, used = os.wait4(job.process.pid, 0)
-        job.process.returncode = os.waitstatus_to_exitcode(status)
-        job.ended, job.cpu = time.monotonic(), used.ru_utime + used.ru_stime
-        if not job.wrapped:
-            _end_group(job.process.pid)
+        """Take the exit code of a job that has ended, or is about to, and end what it left behind."""
+        if job.ended is None:
+            job.process.wait()
+            job.ended = time.monotonic()
+            self._end_within(job)
 
     def result(self, job: _Job) -> SandboxResult:
         """What became of a job; EvaluatorError where its program never began."""
@@ -454,10 +474,10 @@ class _Jobs:
             raise EvaluatorError(f"the sandbox could not be made ({job.cause or f'exit code {job.process.returncode}'}): {err.strip()[-500:] or 'nothing was said'}")
         code = job.process.returncode
         code = 128 - code if code < 0 else code
-        status, cause = _outcome(job, code, self.sandbox)
+        seconds = max(0.0, (job.ended or 0.0) - (job.started or job.ended or 0.0))
+        status, cause = _outcome(job, code, seconds, self.sandbox)
         fulls = [s.fileno() in job.full for s in (job.process.stdout, job.process.stderr) if s]
-        seconds = (job.ended or 0.0) - (job.started or job.ended or 0.0)
-        return SandboxResult(status, code, out, err, fulls[0], fulls[1], max(0.0, seconds), cause)
+        return SandboxResult(status, code, out, err, fulls[0], fulls[1], seconds, cause)
 
     def _began(self, job: _Job) -> bool:
         """Whether the program began between two looks."""
@@ -467,13 +487,13 @@ class _Jobs:
             return False
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #19be1147
-def _outcome(job: _Job, code: int, sandbox: Sandbox) -> tuple[str, str | None]:
+def _outcome(job: _Job, code: int, seconds: float, sandbox: Sandbox) -> tuple[str, str | None]:
     """A job's status and cause."""
     if job.cause == "time":
         return "timeout", "time"
     if job.cause in ("output", "memory", "files"):
         return "killed", job.cause
-    if code == 128 + signal.SIGXCPU or (code == 128 + signal.SIGKILL and job.cpu >= 0.9 * sandbox.cpu_seconds):
+    if code == 128 + signal.SIGXCPU or (code == 128 + signal.SIGKILL and seconds >= sandbox.cpu_seconds):
         return "timeout", "cpu"
     if code > 128 and code - 128 in signal.valid_signals():
         return "killed", f"signal {code - 128}"
@@ -491,7 +511,7 @@ def _limits(sandbox: Sandbox) -> dict[str, tuple[int, int]]:
     return limits
 
 
-def _wrapped(sandbox: Sandbox, rules: int) -> list[str]:
+def _wrapped(sandbox: Sandbox, rules: int, info: int) -> list[str]:
     """bubblewrap, its arguments, and the interpreter as it is seen within."""
     users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if sandbox.mode == "namespace":
@@ -502,18 +522,10 @@ def _wrapped(sandbox: Sandbox, rules: int) -> list[str]:
         "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108 - within
         "--perms", "1777", "--size", str(sandbox.disk), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work", "--remount-ro", "/",  # noqa: S108 - within
         *(a for k, v in {**_ENVIRONMENT, "LD_LIBRARY_PATH": "/py/lib"}.items() for a in ("--setenv", k, v)),
-        "--seccomp", str(rules), "--", "/py/bin/python",
+        "--seccomp", str(rules), "--info-fd", str(info), "--", "/py/bin/python",
     ]  # fmt: skip
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #4ac27957
-def _first(job: _Job) -> int | None:
-    """The first process within, as seen from here; None where it is not known to live."""
-    if not job.wrapped:
-        return job.process.pid
-    kids = _children(job.process.pid)
-    return kids[0] if kids else None
-
-
 def _children(pid: int) -> list[int]:
     """A process's children."""
     try:
