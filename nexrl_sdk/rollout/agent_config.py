@@ -5,6 +5,7 @@
 # %% ../../nbs/43_rollout.agent_config.ipynb #f26625ce
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -198,14 +199,29 @@ def _load_from(path: Path, name: str, folders: Sequence[Path]) -> Any:
         if path.is_file():
             load_module(path)
         found = load_object(f"{path}:{name}")
+    _check_imports(path, folders)
     _forget_namespaces(folders)
     return found
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _check_imports(path: Path, folders: Sequence[Path]) -> None:
+    """ConfigError where a file imports its neighbours only when a function is called: they are not to be found then."""
+    tree = ast.parse(path.read_bytes())
+    for function in (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)):
+        for node in ast.walk(function):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            own = next((n for n in names if any((f / n.partition(".")[0]).with_suffix(".py").is_file() for f in [*folders, path.parent])), None)
+            if own is not None:
+                raise ConfigError(f"{path}, line {getattr(node, 'lineno', 0)}: {own!r} is imported when {function.name} is called; import it at the top of the file, where it is found")
 
 
 def _forget_namespaces(folders: Sequence[Path]) -> None:
     """Folders without __init__.py that were imported as packages must not stand in for those of another workspace."""
     for name, module in list(sys.modules.items()):
-        places = [Path(p) for p in getattr(module, "__path__", ())] if getattr(module, "__file__", None) is None and not name.startswith("nexrl_user_") else []
+        places = [Path(p) for p in vars(module).get("__path__", ())] if vars(module).get("__file__") is None and not name.startswith("nexrl_user_") else []
         if places and all(any(place.is_relative_to(f) for f in folders) and "site-packages" not in place.parts for place in places):
             del sys.modules[name]
 
@@ -379,6 +395,10 @@ def _check_config(config: AgentConfig) -> None:
 def _limited(tool: Any, config: AgentConfig) -> Tool:
     """A tool of its own for an agent, with the agent's limits where it has none."""
     found = tool if isinstance(tool, Tool) else Tool.from_function(tool)
+    parameters = parameters_of(found.function, found.name) if found.needs else {}
+    wanted = next((k for k in sorted(found.needs) if parameters[k].default is inspect.Parameter.empty), None)
+    if wanted is not None:
+        raise ConfigError(f"the tool {found.name!r} wants {wanted!r}, which NexAU fills in and this agent does not; give it a default, or keep what it is for in the tool's module")
     return dataclasses.replace(found, timeout=found.timeout or config.tool_timeout, output_limit=found.output_limit or config.tool_output_limit)
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #faff42af
@@ -640,7 +660,7 @@ def _make_tracer(entry: Any, folders: Sequence[Path]) -> Any:
     ours = name in _NEXAU_TRACERS and not _installed("nexau")
     cls = InMemoryTracer if ours else _load_binding(name, folders, "tracers")
     try:
-        tracer = cls(**{k: v for k, v in params.items() if k != "max_spans" or cls is not InMemoryTracer})  # ours keeps all of them
+        tracer = cls(**params)
     except Exception as e:
         raise ConfigError(f"the tracer {name!r} cannot be made: {error_line(e)}") from e
     if not _is_tracer(tracer):

@@ -105,6 +105,14 @@ def error_line(
 _CURRENT: ContextVar[tuple[tuple[Any, Span], ...]] = ContextVar("nexrl_spans", default=())
 
 
+def _spans_in(span: Span) -> int:
+    rest, count = [span], 0
+    while rest:
+        rest += rest.pop().children
+        count += 1
+    return count
+
+
 def _leave(token: Token[Any]) -> None:
     try:
         _CURRENT.reset(token)
@@ -115,8 +123,12 @@ def _leave(token: Token[Any]) -> None:
 class InMemoryTracer:
     """Keeps the spans of a run. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        max_spans: int | None = None,  # past them the oldest runs are forgotten, never the latest; None: all are kept
+    ) -> None:
         self._lock = threading.Lock()
+        self.max_spans, self._count = max_spans, 0
         self.roots: list[Span] = []
 
     def current(self) -> Span | None:
@@ -136,6 +148,9 @@ class InMemoryTracer:
         span = Span(str(name), _span_type(span_type), _as_record(inputs, "input"), attributes=dict(attributes or {}), parent_id=parent.id if parent else None)
         with self._lock:
             (parent.children if parent else self.roots).append(span)
+            self._count += 1
+            while self.max_spans is not None and self._count > self.max_spans and len(self.roots) > 1:
+                self._count -= _spans_in(self.roots.pop(0))
         return span
 
     def end_span(
@@ -187,6 +202,7 @@ class InMemoryTracer:
         """Forget all of them."""
         with self._lock:
             self.roots.clear()
+            self._count = 0
 
     def flush(self) -> None:
         """Nothing is held back."""

@@ -449,6 +449,21 @@ def test_an_edited_module_is_read_anew(tmp_path):
         assert load(tmp_path, "tools: ['custom_tools:who']").tools[0].call({}).text == answer
 
 
+def test_neighbours_that_are_imported_too_late(tmp_path):
+    write(tmp_path, helper_py="NAME = 'n'\n", late_py="import json\ndef fine() -> str:\n    import os\n    return os.sep\ndef who() -> str:\n    from helper import NAME\n    return NAME\n", top_py="from helper import NAME\ndef who() -> str:\n    return NAME\n")
+    message = said(tmp_path, "tools: ['late:fine']")
+    assert "late.py, line 6: 'helper' is imported when who is called; import it at the top" in message
+    assert load(tmp_path, "tools: ['top:who']").tools[0].call({}).text == "n"
+
+
+def test_what_nexau_would_fill_in(tmp_path):
+    write(tmp_path, t_py="def search(query: str, agent_state) -> str:\n    return query\ndef kept(query: str, agent_state=None, global_storage=None) -> str:\n    return query\n")
+    for entry in ("t:search", "{binding: 't:search', parameters: {properties: {query: {type: string}}}}"):
+        assert "the tool 'search' wants 'agent_state', which NexAU fills in" in said(tmp_path, f"tools: [{entry}]")
+    (tool,) = load(tmp_path, "tools: ['t:kept']").tools
+    assert tool.needs == {"agent_state", "global_storage"} and tool.call({"query": "q"}).text == "q"
+
+
 def test_inline_schemas_and_entries(tmp_path):
     write(tmp_path, t_py='from nexrl_sdk.rollout.agent_config import Tool\ndef add(a, b=1):\n    """Add."""\n    return a + b\nready = Tool.from_function(lambda: "ready", name="ready")\n')
     agent = load(

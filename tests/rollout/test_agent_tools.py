@@ -608,8 +608,20 @@ def test_spans_by_hand():
     assert tracer.get_trace() == {} and tracer.dump_traces() == []
 
 
+def test_a_tracer_may_forget_the_oldest_runs():
+    tracer = InMemoryTracer(max_spans=5)
+    for i in range(4):
+        with tracer.span(f"run{i}", "agent"), tracer.span("m", "llm"):
+            pass
+    assert [t["name"] for t in tracer.dump_traces()] == ["run2", "run3"]
+    with tracer.span("long", "agent"):
+        for _ in range(20):
+            tracer.start_span("m", "llm")
+    assert [t["name"] for t in tracer.dump_traces()] == ["long"] and len(tracer.get_trace()["children"]) == 20
+
+
 def test_span_types():
-    class SpanType(str, enum.Enum):
+    class SpanType(enum.StrEnum):
         SUB_AGENT = "SUB_AGENT"
 
     assert InMemoryTracer().start_span("x", SpanType.SUB_AGENT).type == "sub_agent"
