@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, within
-from .rewards import after_reasoning, read_text, strict_json
+from .rewards import read_text, strict_json
 from .worker import derive_seed, run_many
 from ..tokens.render import render_prompt
 from ..types import ConfigError, EvaluatorError, SamplingParams, is_number, nearest
@@ -92,15 +92,29 @@ def read_verdict(
     scale: tuple[float, float] = (0.0, 10.0),  # worst and best
 ) -> tuple[float, str]:  # the score on this scale, and the reason
     """A judge's verdict; Unreadable says what is wrong with it."""
-    said = after_reasoning(reply)
-    if said is None:
-        raise Unreadable("the reasoning was begun and never ended")
-    if not said.strip():
+    if not reply.strip():
         raise Unreadable("the reply was empty")
-    value, reason = _from_json(said) if form == "json" else _from_line(said)
+    rests = _after_thought(reply.strip())
+    if not rests:
+        raise Unreadable("the reasoning was begun and never ended")
+    value, reason = _from_json(next((r for r in rests if _is_json(r)), rests[-1])) if form == "json" else _from_line(rests[-1])
     if not scale[0] <= value <= scale[1]:
         raise Unreadable(f"the score {value:g} is not between {scale[0]:g} and {scale[1]:g}")
     return value, reason
+
+
+def _after_thought(reply: str) -> list[str]:
+    """What may be the reply without its reasoning: a verdict, or the reasoning, may quote an end of reasoning."""
+    whole = [] if reply.startswith("<think>") else [reply]
+    return whole + [reply[found.end() :] for found in list(re.finditer("</think>", reply))[:100]]
+
+
+def _is_json(said: str) -> bool:
+    try:
+        strict_json(said)
+    except ValueError:
+        return False
+    return True
 
 
 def _from_json(said: str) -> tuple[float, str]:
@@ -119,7 +133,7 @@ def _from_json(said: str) -> tuple[float, str]:
 
 
 def _from_line(said: str) -> tuple[float, str]:
-    *before, last = said.strip().splitlines()
+    *before, last = said.strip().splitlines() or [""]
     found = _SCORE_LINE.fullmatch(last.strip())
     if not found:
         raise Unreadable(f"the last line must read 'Score: S', not {last.strip()[:80]!r}")
