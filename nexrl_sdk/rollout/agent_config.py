@@ -54,7 +54,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #3e669f8f
 def _weigh(node: Any, sizes: dict[int, int], above: frozenset[int] = frozenset()) -> int:
     """How many nodes there are with every alias written out; ConfigError where keys are doubled or a node contains itself."""
     import yaml
@@ -185,7 +185,7 @@ def _load_binding(
     except (ImportError, ValueError) as e:
         raise ConfigError(f"{what}: {binding!r}: {e}") from e
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #4fe484b6
 def _installed(top: str) -> bool:
     return top in sys.modules or importlib.util.find_spec(top) is not None
 
@@ -206,7 +206,7 @@ def _load_from(path: Path, name: str, folders: Sequence[Path]) -> Any:
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #3ebc6976
 def _check_imports(path: Path, folders: Sequence[Path]) -> None:
     """ConfigError where a file imports its neighbours only when a function is called: they are not to be found then."""
     tree = ast.parse(path.read_bytes())
@@ -276,7 +276,7 @@ def _llm_config(given: Any, ignored: dict[str, str]) -> dict[str, Any]:
         raise ConfigError(f"llm_config.chat_template_kwargs must be a mapping, not {type(found['chat_template_kwargs']).__name__}")
     return found
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #99c0e7c7
 def _check_sampling(sampling: dict[str, Any]) -> None:
     for key, value in sampling.items():
         if key != "stop" and not is_number(value):
@@ -291,7 +291,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
     except ConfigError as e:
         raise ConfigError(f"llm_config: {e}") from e
 
-# %% ../../nbs/43_rollout.agent_config.ipynb #99c0e7c7
+# %% ../../nbs/43_rollout.agent_config.ipynb #10abbcd8
 @dataclass(repr=False)
 class AgentConfig:
     """An agent: its prompt, tools, sub-agents and limits."""
@@ -352,7 +352,7 @@ class AgentConfig:
         """What the model may call, in the form of OpenAI's API: the tools, then one for each sub-agent."""
         return [tool.definition() for tool in self.tools] + [_sub_agent(name, agent) for name, agent in self.sub_agents.items()]
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #d4289690
 SUB_AGENT = "sub-agent-"  # a sub-agent is called as the tool of this and its name
 
 
@@ -361,7 +361,7 @@ def _sub_agent(name: str, agent: AgentConfig) -> dict[str, Any]:
     schema = {"type": "object", "properties": {"message": message}, "required": ["message"]}
     return {"type": "function", "function": {"name": SUB_AGENT + name, "description": agent.description or f"Delegate work to sub-agent '{name}'.", "parameters": schema}}
 
-# %% ../../nbs/43_rollout.agent_config.ipynb #10abbcd8
+# %% ../../nbs/43_rollout.agent_config.ipynb #cedb3aa4
 def _check_config(config: AgentConfig) -> None:
     """ConfigError where a value cannot be."""
     for key in ("name", "description", "system_prompt", "system_prompt_type"):
@@ -391,7 +391,7 @@ def _check_config(config: AgentConfig) -> None:
     if unknown is not None:
         raise ConfigError(f"stop_tools names {unknown!r}, which is no tool of {config.name!r}{nearest(unknown, names)}")
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #c01d9862
 def _limited(tool: Any, config: AgentConfig) -> Tool:
     """A tool of its own for an agent, with the agent's limits where it has none."""
     found = tool if isinstance(tool, Tool) else Tool.from_function(tool)
@@ -508,7 +508,7 @@ def _build(raw: Mapping[str, Any], folders: tuple[Path, ...], what: str, loading
     known["tracers"] = [_tracer_entry(t) for t in known.get("tracers", [])]
     return AgentConfig(**known, ignored=ignored, folders=folders)
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #4bbcc927
 def _check_ignored(raw: Mapping[str, Any]) -> None:
     """Keys without effect must ask for what happens anyway."""
     if raw.get("type", "agent") not in ("agent", None):
@@ -517,7 +517,7 @@ def _check_ignored(raw: Mapping[str, Any]) -> None:
     if mode not in ("openai", "structured"):
         raise ConfigError(f"tool_call_mode {mode!r} cannot be honoured: the model's chat template decides how tools are written; use 'openai' or leave it out")
 
-# %% ../../nbs/43_rollout.agent_config.ipynb #4bbcc927
+# %% ../../nbs/43_rollout.agent_config.ipynb #61d3f3af
 _TOOL_KEYS = ("name", "description", "binding", "yaml_path", "parameters", "input_schema", "timeout", "extra_kwargs")
 _TOOL_IGNORED = ("type", "lazy", "source_id", "disable_parallel", "skill_description", "search_hint")
 _TOOL_REFUSED = {
@@ -525,7 +525,7 @@ _TOOL_REFUSED = {
     "template_override": "return the text that the model is to read", "builtin": "NexAU's own tools are not here", "permissions": "tools ask nobody",
 }  # fmt: skip
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #df4ba242
 def _tool(entry: Any, folders: tuple[Path, ...], what: str) -> Tool:
     """A tool from an entry of the file, a function, or a Tool."""
     if isinstance(entry, Tool):
@@ -550,7 +550,7 @@ def _tool(entry: Any, folders: tuple[Path, ...], what: str) -> Tool:
     except ConfigError as e:
         raise ConfigError(f"{what}: {e}") from e
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #618146f7
 def _tool_file(entry: Mapping[str, Any], folders: tuple[Path, ...], what: str) -> dict[str, Any]:
     """What the tool's own YAML file says."""
     path = entry.get("yaml_path")
@@ -563,7 +563,7 @@ def _tool_file(entry: Mapping[str, Any], folders: tuple[Path, ...], what: str) -
         raise ConfigError(f"{what}: {path} is of type {found['type']!r}, not 'tool'")
     return {k: v for k, v in found.items() if v is not None}
 
-# %% ../../nbs/43_rollout.agent_config.ipynb #61d3f3af
+# %% ../../nbs/43_rollout.agent_config.ipynb #3256c0cb
 def _bound(found: Mapping[str, Any], function: Any) -> Tool:
     """A tool from what the file says and the function that it names."""
     preset = found.get("extra_kwargs") or {}
@@ -589,7 +589,7 @@ def _bound(found: Mapping[str, Any], function: Any) -> Tool:
     _check_fit(schema, parameters, set(preset))
     return Tool(name, found.get("description") or docstring(function)[0], schema, function, needs=set(parameters) & set(INJECTED), **settings)
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #c7a3afac
 def _check_fit(schema: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], preset: set[str]) -> None:
     """ConfigError where the function does not take what its schema offers, or wants more than it requires."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -654,7 +654,7 @@ def load_tracers(
     """The tracers that an agent's configuration names, made anew."""
     return [entry if _is_tracer(entry) and not isinstance(entry, type) else _make_tracer(entry, config.folders[::-1]) for entry in config.tracers]
 
-
+# %% ../../nbs/43_rollout.agent_config.ipynb #f7d78cfe
 def _make_tracer(entry: Any, folders: Sequence[Path]) -> Any:
     name, params = (entry["import"], entry.get("params") or {}) if isinstance(entry, Mapping) else (entry, {})
     ours = name in _NEXAU_TRACERS and not _installed("nexau")

@@ -51,7 +51,7 @@ def cut_middle(
     room = max(limit - len(remark), 2)
     return text[: room - room // 2] + remark + text[len(text) - room // 2 :], True
 
-
+# %% ../../nbs/42_rollout.tools.ipynb #8f1ba9d7
 def as_text(
     value: Any,  # what a tool returned
 ) -> str:
@@ -101,7 +101,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _no_constant(name: str) -> Any:
     raise _Refused(f"{name} is no JSON value")
 
-
+# %% ../../nbs/42_rollout.tools.ipynb #05e7ea76
 def parse_arguments(
     arguments: Any,  # JSON text, or a dictionary that was parsed already; "" and None are no arguments
 ) -> dict[str, Any]:
@@ -161,7 +161,7 @@ async def _by(awaitable: Any, deadline: float | None) -> Any:
         raise _Late
     return task.result()
 
-
+# %% ../../nbs/42_rollout.tools.ipynb #9a38ef90
 def _run_by(
     function: Callable[[], Any],
     deadline: float | None,  # of time.monotonic
@@ -193,7 +193,7 @@ MOST_HANGING = 64  # threads of one tool that were given up and still run; past 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _GIVEN_UP = threading.Lock()  # held to count the threads that were given up
 
-
+# %% ../../nbs/42_rollout.tools.ipynb #7ff826fb
 def object_schema(
     schema: Any,
     what: str,  # whose it is, for the message
@@ -347,7 +347,7 @@ def parameters_of(
             raise ConfigError(f"the tool {name!r}: its parameter {p} has no name that a model could use; make it an ordinary one")
     return parameters
 
-
+# %% ../../nbs/42_rollout.tools.ipynb #f6d7be21
 def _annotations(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], name: str) -> dict[str, Any]:
     """Types of the parameters, also where they are written as text."""
     inner = inspect.unwrap(function)
@@ -358,7 +358,7 @@ def _annotations(function: Callable[..., Any], parameters: Mapping[str, inspect.
     except (NameError, TypeError, SyntaxError, AttributeError) as e:
         raise ConfigError(f"the tool {name!r}: its annotations cannot be read: {error_line(e)}; give its parameters as a JSON schema") from e
 
-# %% ../../nbs/42_rollout.tools.ipynb #f6d7be21
+# %% ../../nbs/42_rollout.tools.ipynb #71cfeefc
 def _from_function(cls: type[Tool], function: Callable[..., Any], name: str | None, description: str | None, settings: dict[str, Any]) -> Tool:
     from pydantic import ConfigDict, Field, create_model
     from pydantic.errors import PydanticUserError
@@ -387,7 +387,7 @@ def _from_function(cls: type[Tool], function: Callable[..., Any], name: str | No
     given: dict[str, Any] = {"needs": set(parameters) & set(INJECTED), "convert": functools.partial(_convert, model, {f"p{i}": k for i, k in enumerate(shown)})}
     return cls(called, said if description is None else description, schema, function, **{**given, **settings})
 
-
+# %% ../../nbs/42_rollout.tools.ipynb #ace84009
 def _convert(model: Any, names: Mapping[str, str], arguments: dict[str, Any]) -> dict[str, Any]:
     """From JSON's values to those of the annotations; what was not given is left to the function's defaults."""
     from pydantic import ValidationError

@@ -22,7 +22,7 @@ __all__ = ['SPAN_TYPES', 'Span', 'error_line', 'InMemoryTracer']
 # %% ../../nbs/41_rollout.trace.ipynb #f475a88c
 SPAN_TYPES = ("agent", "llm", "tool", "sub_agent")
 
-
+# %% ../../nbs/41_rollout.trace.ipynb #0d200dc4
 @dataclass
 class Span:
     """One step of a run."""
@@ -54,7 +54,7 @@ class Span:
             rest += zip(span.children, out["children"])
         return top
 
-# %% ../../nbs/41_rollout.trace.ipynb #0d200dc4
+# %% ../../nbs/41_rollout.trace.ipynb #31e031f1
 def _snapshot(value: Any, depth: int = 100, copies: dict[int, Any] | None = None) -> Any:
     """Dictionaries and lists copied, each of them once; what is in them kept."""
     if not isinstance(value, (dict, list, tuple)):
@@ -77,7 +77,7 @@ def _as_record(value: Any, key: str) -> dict[str, Any]:
         return {}
     return _snapshot(dict(value)) if isinstance(value, Mapping) else {key: _snapshot(value)}
 
-
+# %% ../../nbs/41_rollout.trace.ipynb #2336f96b
 def _span_type(given: Any) -> str:
     """'llm' from 'llm', 'LLM' or an enumeration's member."""
     name = str(getattr(given, "value", given)).lower()
@@ -119,7 +119,7 @@ def _leave(token: Token[Any]) -> None:
     except ValueError:  # the block ends in another task than it began in, which has a stack of its own
         return
 
-
+# %% ../../nbs/41_rollout.trace.ipynb #5ec8e34c
 class InMemoryTracer:
     """Keeps the spans of a run. Threads may share it."""
 
