@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from .parse import Parsed, parse_message, said, template_message
-from .render import _as_messages, _encode, _guard, _special, _special_pattern, _template
+from .parse import Parsed, _parsed, parse_message, said, template_message
+from .render import _as_messages, _encode, _encode_behind, _guard, _special, _special_pattern, _template
 from ..types import Completion, ConfigError, DataError
 
 # %% auto #0
@@ -30,7 +30,8 @@ class Prompt:
     messages: list[dict[str, Any]]  # in the template's form
     tools: list[dict[str, Any]] | None
     parent: Turn | None = None  # the turn whose tokens it begins with
-    forked: bool = False  # there was a turn that it goes on from, and the template shows that otherwise
+    forked: bool = False  # there was a later turn that it goes on from, and the template shows that otherwise
+    key: bytes = b""  # of the messages, as they were asked with
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Turn:
     finish_reason: str
     forked: bool = False  # the history in `read` was drawn by an earlier turn, and is shown otherwise
     begun: tuple[int, bytes, str] = (0, b"", "")  # of the rendered prompt: characters, digest, and its end
+    key: bytes = b""  # of the messages that it ends, as a client sends them
     children: int = 0  # turns that begin with its tokens
 
     def path(self) -> list[Turn]:
@@ -72,12 +74,12 @@ def _digest(*parts: str | bytes) -> bytes:
     return made.digest()
 
 
-def _keys(messages: Sequence[Mapping[str, Any]], tools: Any) -> Iterator[bytes]:
+def _keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """A name for each beginning of a conversation."""
-    key = _digest(json.dumps(tools, sort_keys=True, default=str))
+    keys = [b""]
     for m in messages:
-        key = _digest(key, said(m))
-        yield key
+        keys.append(_digest(keys[-1], said(m)))
+    return keys[1:]
 
 
 class Conversation:
@@ -105,16 +107,20 @@ class Conversation:
         """The tokens to be sampled from."""
         given = [template_message(m) for m in _as_messages(list(messages), self.system)]
         defined = [dict(t) for t in tools] if tools else None
-        known = self._known(given, defined)
-        for turn in known:
-            if (found := _extended(self, turn, [*turn.messages, *given[len(turn.messages) :]], defined)) is not None:
-                return found
-        whole = [*known[0].messages, *given[len(known[0].messages) :]] if known else given  # clients do not send back what was thought
+        keys = _keys(given)
+        known = self._known(given, keys)
+        whole = _restored(known[0], given) if known else given  # clients do not send back what was thought
         made = _Request(self, whole, defined)
+        for turn in known:
+            request = made if turn.messages == whole[: len(turn.messages)] else _Request(self, _restored(turn, given), defined)
+            if (behind := _behind(turn, request)) is not None:
+                new = _encode_behind(self.tokenizer, behind, request.mark, turn.drawn[-1:])
+                forked = len(turn.messages) < len(known[0].messages)
+                return Prompt(turn.tokens + new, new, request.plain(request.text), request.messages, defined, turn, forked, keys[-1])
         tokens = _encode(self.tokenizer, made.text, made.mark)
         if not tokens:
             raise DataError("the rendered conversation is empty: it has no token to continue from")
-        return Prompt(tokens, tokens, made.plain(made.text), whole, defined, None, bool(known))
+        return Prompt(tokens, tokens, made.plain(made.text), whole, defined, None, bool(known), keys[-1])
 
     def add(
         self,
@@ -122,86 +128,97 @@ class Conversation:
         completion: Completion,
     ) -> Turn:
         """Keep an answer."""
-        drawn = [int(t) for t in completion.tokens]
-        parsed = parse_message(self.tokenizer, drawn, prefix=prompt.text[-200:], tools=prompt.tools, format=self.format)
+        drawn, logprobs = [int(t) for t in completion.tokens], [float(x) for x in completion.logprobs]
         versions = list(completion.weight_versions or [completion.weight_version] * len(drawn))
-        messages = [*prompt.messages, template_message(parsed.message)]
-        begun = len(prompt.text), _digest(prompt.text), prompt.text[-200:]
-        turn = Turn(prompt.parent, prompt.new, drawn, [float(x) for x in completion.logprobs], versions, messages, prompt.tools, parsed, completion.finish_reason, prompt.forked, begun)
+        if not len(drawn) == len(logprobs) == len(versions):
+            raise DataError(f"a completion of {len(drawn)} tokens needs a logprob and a weight version for each of them, not {len(logprobs)} and {len(versions)}")
+        end = prompt.text[-200:]
+        parsed = parse_message(self.tokenizer, drawn, prefix=end, tools=prompt.tools, format=self.format)
+        key = _digest(prompt.key, said(template_message(parsed.message)))
+        begun = len(prompt.text), _digest(prompt.text), end
+        turn = Turn(prompt.parent, prompt.new, drawn, logprobs, versions, [*prompt.messages, self._shown(parsed)], prompt.tools, parsed, completion.finish_reason, prompt.forked, begun, key)
         with self._lock:
             self.turns.append(turn)
-            self._named.setdefault(list(_keys(messages, prompt.tools))[-1], []).append(turn)
+            self._named.setdefault(key, []).append(turn)
             if prompt.parent is not None:
                 prompt.parent.children += 1
         return turn
 
-    def _known(self, messages: list[dict[str, Any]], tools: Any) -> list[Turn]:
-        """Turns that the messages go on from, the longest and latest first."""
+    def _shown(self, parsed: Parsed) -> dict[str, Any]:
+        """An answer for the template: where that knows no reasoning, it stands in the content, as the model wrote it."""
+        message = template_message(parsed.message)
+        if parsed.thought and "reasoning" not in str(getattr(self.tokenizer, "chat_template", "")):
+            message.pop("reasoning_content", None)
+            message["content"] = parsed.thought + message["content"]
+        return message
+
+    def _known(self, messages: list[dict[str, Any]], keys: list[bytes]) -> list[Turn]:
+        """Turns that the messages go on from: the latest of the longest, others that say the same, and what those went on from."""
         with self._lock:
-            found = [t for key in list(_keys(messages, tools))[:-1] for t in self._named.get(key, ())]
-        return found[::-1]
+            found = [list(self._named.get(key, ())) for key in keys[:-1]]
+        named = [f[::-1] for f in found if f][::-1]
+        if not named:
+            return []
+        sent = said(messages[len(named[0][0].messages) - 1], True)
+        alike = sorted(named[0], key=lambda t: said(t.parsed.message, True) != sent)[:_ALIKE]
+        return alike + [t for turns in named[1:] for t in turns if t.messages == alike[0].messages[: len(t.messages)]]
+
+
+_ALIKE = 4  # answers that read the same, of which one is gone on from
+
+
+def _restored(turn: Turn, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A request with what the turn knows of its own messages."""
+    return [*turn.messages, *given[len(turn.messages) :]]
 
 # %% ../../nbs/11_tokens.conversation.ipynb #03163811
 class _Request:
     """A conversation rendered; marks stand in text that is data and looks like a special token."""
 
-    def __init__(self, conversation: Conversation, messages: list[dict[str, Any]], tools: Any):
-        self.tokenizer = conversation.tokenizer
-        self.messages, self.tools, self.format = messages, tools, conversation.format
-        self._kwargs = {**conversation.template_kwargs, **({"tools": tools} if tools else {})}
-        self._guarded, self.mark = _guard(self.tokenizer, messages)
+    def __init__(self, conversation: Conversation, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None):
+        self.tokenizer, self.format, self.messages = conversation.tokenizer, conversation.format, messages
+        guarded, self.mark = _guard(self.tokenizer, {"messages": messages, "tools": tools})
+        self._messages = guarded["messages"]
+        self._kwargs = {**conversation.template_kwargs, **({"tools": guarded["tools"]} if tools else {})}
         self.text = self.render(len(messages), True)
 
     def render(self, n: int, generate: bool) -> str:
         """The first messages as text."""
-        return _template(self.tokenizer, self._guarded[:n], generate, self._kwargs)
+        return _template(self.tokenizer, self._messages[:n], generate, self._kwargs)
 
     def plain(self, text: str) -> str:
         """Without marks."""
         return text.replace(self.mark, "") if self.mark else text
 
+    def behind(self, size: int, digest: bytes) -> int | None:
+        """Where the text goes on that begins with so many characters, marks left out; None where it begins otherwise."""
+        at = size
+        while self.mark and (marked := size + self.text.count(self.mark, 0, at)) != at:
+            at = marked
+        return at if _digest(self.plain(self.text[:at])) == digest else None
 
-def _extended(conversation: Conversation, turn: Turn, messages: list[dict[str, Any]], tools: Any) -> Prompt | None:
-    """What is new behind a turn's tokens; None where the template shows the turn otherwise."""
-    made = _Request(conversation, messages, tools)
-    begin = _begin(turn, made)
-    behind = None if begin is None else _behind(turn, made, begin)
-    if behind is None:
+
+def _behind(turn: Turn, made: _Request) -> str | None:
+    """The rendered text behind what the model drew; None where the turn, or what comes before it, is shown otherwise."""
+    begin = made.behind(*turn.begun[:2])
+    if begin is None:
         return None
-    new = _encode(made.tokenizer, behind, made.mark)
-    return Prompt(turn.tokens + new, new, made.plain(made.text), messages, tools, turn)
-
-
-def _begin(turn: Turn, made: _Request) -> int | None:
-    """Where the turn's answer begins in the rendered text; None where what comes before it is shown otherwise."""
-    size, digest, _ = turn.begun
-    if not made.mark:
-        return size if _digest(made.text[:size]) == digest else None
-    begun = made.render(len(turn.messages) - 1, True)
-    return len(begun) if _digest(made.plain(begun)) == digest and made.text.startswith(begun) else None
+    pattern, special = _special_pattern(made.tokenizer), _special(made.tokenizer)
+    last = turn.drawn[-1] if turn.drawn else None
+    ended = last in special.values()
+    ends = (m for m in pattern.finditer(made.text, begin) if not ended or special[m[0]] == last) if pattern is not None else iter(())
+    for match in islice(ends, _ENDS):
+        if _same(turn, made, begin, match.start()):
+            return made.text[match.end() if ended else match.start() :]
+    return None if ended else _unmarked(turn, made, begin)  # it ended with a token that the template does not write
 
 # %% ../../nbs/11_tokens.conversation.ipynb #5cf92bdf
 _ENDS = 64  # special tokens behind an answer's beginning that are tried as its end
 
 
-def _behind(turn: Turn, made: _Request, begin: int) -> str | None:
-    """The rendered text behind the turn's answer, from where the model stopped; None where the answer is shown otherwise."""
-    pattern, special = _special_pattern(made.tokenizer), _special(made.tokenizer)
-    last = turn.drawn[-1] if turn.drawn else None
-    ends = [m for m in pattern.finditer(made.text, begin)][:_ENDS] if pattern is not None else []
-    for match in ends:
-        if _same(turn, made, begin, match.start()):
-            if last == special[match[0]]:
-                return made.text[match.end() :]
-            return None if last in special.values() else made.text[match.start() :]
-    if last in special.values():
-        return None  # it ended with a token that the template does not write
-    return _unmarked(turn, made, begin)
-
-
 def _same(turn: Turn, made: _Request, begin: int, end: int) -> bool:
     """Whether a part of the rendered text reads as the turn's message."""
-    read = parse_message(made.tokenizer, made.plain(made.text[begin:end]), prefix=turn.begun[2], tools=made.tools, format=made.format)
+    read = _parsed(made.tokenizer, made.plain(made.text[begin:end]), turn.begun[2], turn.tools, made.format)
     return said(read.message, True) == said(turn.parsed.message, True)
 
 
@@ -212,7 +229,11 @@ def _unmarked(turn: Turn, made: _Request, begin: int) -> str | None:
     except ConfigError:  # the template wants a user's message last
         return None
     end = len(whole)
-    return made.text[end:] if end >= begin and made.text.startswith(whole) and _same(turn, made, begin, end) else None
+    if end < begin or not made.text.startswith(whole) or not _same(turn, made, begin, end):
+        return None
+    drawn = str(made.tokenizer.decode(turn.drawn))
+    space = drawn[len(drawn.rstrip()) :]
+    return made.text[end:].removeprefix(space)  # that the model has drawn itself
 
 # %% ../../nbs/11_tokens.conversation.ipynb #6764dae4
 @dataclass
