@@ -42,7 +42,7 @@ MODULES: dict[str, str] = {  # another package's module -> ours, and after a col
     **dict.fromkeys(["nexrl.tinker", "nexrl.tinker.tinker_service_holder"], "nexrl_sdk.backend.tinker:TinkerServiceHolder"),
     **dict.fromkeys(["nexrl.weaver", "nexrl.weaver.weaver_service_holder"], "nexrl_sdk.backend.weaver:WeaverServiceHolder"),
     **dict.fromkeys(["nexau", "nexau.archs", "nexau.archs.tracer"], ""),
-    **dict.fromkeys(["nexau.archs.tracer.adapters", "nexau.archs.tracer.adapters.in_memory"], "nexrl_sdk.rollout.agent_config:InMemoryTracer"),
+    **dict.fromkeys(["nexau.archs.tracer.adapters", "nexau.archs.tracer.adapters.in_memory"], "nexrl_sdk.rollout.trace:InMemoryTracer"),
 }
 PACKAGES = ("nexrl", "nexau")
 RUN = ("nexrl.main", "nexrl.validator")  # by `python -m`
