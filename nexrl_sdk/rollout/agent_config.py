@@ -425,12 +425,24 @@ def _find_file(path: str, folders: Sequence[Path]) -> Path:
     return next((p for p in tried if p.exists()), tried[0])
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #433a7721
-@functools.lru_cache(maxsize=256)
-def _compiled(template: str) -> Any:
+@functools.cache
+def _environment() -> Any:
+    """Jinja as NexAU sets it up, in a sandbox; a name without a value can be asked for in an `if`, and nowhere else."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    class Unknown(StrictUndefined):
+        __slots__ = ()
+
+        def __bool__(self) -> bool:  # type: ignore[override]
+            return False
+
+    return ImmutableSandboxedEnvironment(undefined=Unknown, trim_blocks=True, lstrip_blocks=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
 
 
 def _render(config: AgentConfig, context: Mapping[str, Any]) -> str:

@@ -380,6 +380,8 @@ def test_prompts_that_cannot_be_rendered():
             AgentConfig.make(prompt).prompt(**context)
         return str(e.value)
 
+    assert AgentConfig.make("a{% if topic %} and {{ topic }}{% endif %}{{ x or 'b' }}").prompt() == "ab"
+    assert "'items' is undefined" in error("{% for i in items %}{{ i }}{% endfor %}") and "is undefined" in error("{{ a + 1 }}")
     assert "'topik' is undefined; did you mean 'topic'?" in error("{{ topik }}", topic=1)
     assert "give it as prompt(x=…) or under 'context'" in error("{{ x }}")
     assert "is no Jinja template" in error("{{ x") and "{% raw %}" in error("{% nonsense %}")

@@ -19,6 +19,8 @@ import jsonschema
 import numpy as np
 import pydantic
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionToolParam
 
 from nexrl_sdk.rollout.tools import MOST_HANGING, Tool, ToolResult, as_text, cut_middle
@@ -228,6 +230,42 @@ def test_what_is_no_schema(schema, expected):
     with pytest.raises(ConfigError) as e:
         Tool("t", "", schema, echo)
     assert expected in str(e.value)
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12)
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": -3}, "s": {"type": "string", "maxLength": 3}, "l": {"type": "array", "items": {"type": ["number", "null"]}}, "o": {"anyOf": [{"type": "object"}, {"const": 7}]}},
+    "required": ["n"],
+    "additionalProperties": {"type": "boolean"},
+}
+ECHO = Tool("echo", "", SCHEMA, lambda **arguments: arguments, output_limit=1_000_000)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(["n", "s", "l", "o"]) | st.text(max_size=3), JSON, max_size=5) | JSON)
+def test_any_json_is_taken_or_refused_as_jsonschema_says(value):
+    result = ECHO.call(json.dumps(value))
+    valid = isinstance(value, dict | None) and jsonschema.Draft202012Validator(SCHEMA).is_valid(value)
+    assert (result.error is None) == valid
+    if valid:
+        assert json.loads(result.text) == value
+    result.text.encode()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.text(st.characters()) | st.text('{}[]",:0123456789eE.-ntf\\u '))
+def test_any_text_is_answered(text):
+    result = ECHO.call(text)
+    assert result.text and (result.error is None or result.text == f"Error: {result.error}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(), max_size=400), st.integers(100, 300))
+def test_any_result_fits(text, limit):
+    result = Tool("t", "", {}, lambda: text, output_limit=limit).call({})
+    assert len(result.text) <= limit and result.truncated == (len(text) > limit)
+    result.text.encode()
 
 
 # --- from functions ---
