@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast, overload
 
 import numpy as np
 
-from .evaluator import BaseEvaluationTarget, FunctionEvaluator, Score, as_evaluator, name_of
+from .evaluator import BaseEvaluationTarget, FunctionEvaluator, NexAUEvaluationTarget, Score, as_evaluator, name_of
 from ..types import ConfigError, DataError, Trajectory, nearest
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% auto #0
-__all__ = ['TAG', 'SCORED', 'ORIGINAL', 'Unsaved', 'dumps', 'loads', 'missing_for_score', 'Rollouts']
+__all__ = ['TAG', 'SCORED', 'ORIGINAL', 'Unsaved', 'dumps', 'loads', 'missing_for_score', 'stored_target', 'Rollouts']
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #1de7cc94
 TAG = "__nexrl__"
@@ -271,7 +271,7 @@ def _cut(text: str, width: int) -> str:
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #37feb66d
-SCORED = ("status", "reward", "error", "traceback", "ground_truth", "metrics", "extra_info", "advantage", "advantages")  # what a score says, and what was made of it
+SCORED = ("status", "reward", "error", "traceback", "ground_truth", "metrics", "extra_info", "advantage", "advantages", "scored_by_worker")  # what a score says, and what was made of it
 ORIGINAL = "original"  # the name of a score that has none
 
 
@@ -284,7 +284,26 @@ def missing_for_score(
         return "no row (`data`)"
     if any(isinstance(v, Unsaved) for v in row.values()):
         return "a row with a column that could not be stored"
-    return None if isinstance(t.get("response"), str) else "no answer (`response`)"
+    if isinstance(t.get("trace"), Unsaved):
+        return "a trace that could not be stored"
+    return None if isinstance(t.get("final_answer", t.get("response")), str) else "no answer (`response`)"
+
+
+def stored_target(
+    t: Trajectory,
+) -> BaseEvaluationTarget:
+    """What an evaluator gets to see of a stored rollout: the answer, and an agent's trace."""
+    answer = t.get("final_answer", t.get("response"))
+    return NexAUEvaluationTarget(answer, [{"trace": t.get("trace") or {}}]) if {"final_answer", "trace"} & set(t) else BaseEvaluationTarget(answer)
+
+
+def _runs(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """An agent's rollout may have several trajectories, and is scored once; any other trajectory is a rollout of its own."""
+    found: dict[Any, list[Trajectory]] = {}
+    for i, t in enumerate(trajectories):
+        shared = "final_answer" in t and t.run_id is not None
+        found.setdefault((t.group_id, t.run_id, t.get("step"), t.is_val) if shared else i, []).append(t)
+    return list(found.values())
 
 
 def _check_scorable(trajectories: list[Trajectory]) -> None:
@@ -419,7 +438,7 @@ class Rollouts(UserList[Trajectory]):
         timeout: float | None = None,  # seconds for each
         concurrency: int = 8,  # evaluators at once
         progress: Callable[[int, int], None] | bool | None = None,  # called with (done, total); True: a bar
-        target: Callable[[Trajectory], BaseEvaluationTarget] | None = None,  # what the evaluator sees, such as a worker's `target`; None: the answer's text
+        target: Callable[[Trajectory], BaseEvaluationTarget] | None = None,  # what the evaluator sees, such as a worker's `target`; None: the answer, and an agent's trace
     ) -> Rollouts:  # new ones, the old score in `scores`; advantages are left out, for they were made of the old rewards
         """Score stored answers again, beside the old scores; DataError where a row or an answer is missing."""
         from nexrl_sdk.rollout.rewards import evaluate_batch
@@ -427,9 +446,10 @@ class Rollouts(UserList[Trajectory]):
         there = [t for t in self.data if t.status != "failed"]
         _check_scorable(there)
         called = _new_name(name, evaluator, {n for t in there for n in _names(t)})
-        targets = [target(t) if target is not None else BaseEvaluationTarget(t["response"]) for t in there]
-        scores = iter(evaluate_batch(evaluator, [t["data"] for t in there], targets, concurrency, timeout, progress))
-        return Rollouts([t.copy() if t.status == "failed" else _scored_again(t, next(scores), called) for t in self.data], self.tokenizer)
+        runs = _runs(there)
+        scores = evaluate_batch(evaluator, [run[0]["data"] for run in runs], [(target or stored_target)(run[0]) for run in runs], concurrency, timeout, progress)
+        found = {id(t): s for run, s in zip(runs, scores) for t in run}
+        return Rollouts([_scored_again(t, found[id(t)], called) if id(t) in found else t.copy() for t in self.data], self.tokenizer)
 
     def comparison(self) -> pd.DataFrame:
         """Earlier scores beside the newest: means, how many changed, and the share that agrees."""

@@ -9,7 +9,7 @@ import pytest
 
 from nexrl_sdk import Recipe, Rollouts, Trainer
 from nexrl_sdk.backend.mock import MockBackend
-from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, EvaluationRunResult, as_evaluator
+from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator
 from nexrl_sdk.rollout.rewards import ExactMatch, Numeric
 from nexrl_sdk.rollout.rollouts import Unsaved, dumps, missing_for_score
 from nexrl_sdk.rollout.worker import SimpleRolloutWorker
@@ -119,17 +119,31 @@ def test_faults_are_errors_with_their_cause_and_no_zero():
 
 
 def test_what_the_evaluator_sees_can_be_said():
-    def steps(row, answer):
-        return 1.0
-
-    class Looks(type(as_evaluator(steps))):
+    class Looks(Evaluator):
         def evaluate(self, data, evaluation_target):
             return EvaluationRunResult(float(len(evaluation_target.observation)))
 
     old = Rollouts([Trajectory(response="a", data={}, trace=[1, 2, 3])])
     seen = []
-    new = old.rescore(Looks(steps), "steps", target=lambda t: BaseEvaluationTarget(t.response, t.trace), progress=lambda done, total: seen.append((done, total)))
+    new = old.rescore(Looks(), "steps", target=lambda t: BaseEvaluationTarget(t.response, t.trace), progress=lambda done, total: seen.append((done, total)))
     assert new[0].reward == 3 and seen[-1] == (1, 1)
+
+
+def test_an_agents_rollout_is_scored_once_by_its_last_words_and_its_trace(tmp_path):
+    asked = []
+
+    class Looks(Evaluator):
+        def evaluate(self, data, evaluation_target):
+            asked.append((evaluation_target.final_answer, evaluation_target.observation[0]["trace"]["steps"]))
+            return EvaluationRunResult(float(len(asked)))
+
+    shared = {"data": {"prompt": "p"}, "step": 1, "final_answer": "4", "trace": {"steps": [1, 2]}, "response": "a part"}
+    old = Rollouts([Trajectory(run_id="0:0/0", **shared), Trajectory(run_id="0:0/0", **shared), Trajectory(run_id="0:0/0", **{**shared, "step": 2}), Trajectory(run_id="0:0/1", **shared)])
+    new = Rollouts.load(old.save(tmp_path / "r.jsonl")).rescore(Looks(), concurrency=1)
+    assert asked == [("4", [1, 2])] * 3 and [t.reward for t in new] == [1, 1, 2, 3]
+    old[0].trace = Unsaved("Trace", "<Trace>")
+    with pytest.raises(DataError, match="1 has a trace that could not be stored"):
+        old.rescore(Looks())
 
 
 @pytest.mark.timeout(120)

@@ -282,6 +282,23 @@ def test_a_process_that_dies_is_an_error_where_it_worked_and_nothing_where_it_re
 
 
 @pytest.mark.timeout(120)
+def test_many_threads_share_few_processes(pool):
+    pytest.importorskip("math_verify")
+    maths = Maths(processes=pool)
+    found = evaluate_batch(maths, [{"answer": str(i)} for i in range(96)], [f"${i - 1 + i % 3}+1$" for i in range(96)], concurrency=32)
+    assert [s.reward for s in found] == [float(i % 3 == 0) for i in range(96)] and len(pool.pids) == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.fractions(max_denominator=999).filter(lambda x: abs(x) < 10**9), st.sampled_from(["{n}/{d}", r"\frac{{{n}}}{{{d}}}", r"\dfrac{{{n}}}{{{d}}}", "${n}/{d}$", "{n} / {d} km"]))
+def test_fractions_come_back_as_they_were_written(value, form):
+    sign = "-" if value < 0 else ""
+    text = form.format(n=abs(value.numerator), d=value.denominator)
+    text = text.replace("$", f"${sign}", 1) if text.startswith("$") else sign + text
+    assert parse_number(text) == value and score(Numeric(relative=0), {"answer": text}, f"so \\boxed{{{text.strip('$')}}}").reward == 1
+
+
+@pytest.mark.timeout(120)
 def test_a_truth_that_is_no_mathematics_is_an_error(pool):
     pytest.importorskip("math_verify")
     found = score(Maths(processes=pool), {"answer": r"\text{}"}, "4")
