@@ -147,7 +147,7 @@ class _Replacer:
             return str(self.folder)
         if kind == "env":
             if name not in self.environ:
-                raise ConfigError(f"${{env.{name}}}: the environment variable {name} is not set{nearest(name, self.environ) if len(name) > 3 else ''}")
+                raise ConfigError(f"${{env.{name}}}: the environment variable {name} is not set{nearest(name, self.environ) if self.environ else ''}")
             return self.environ[name]
         value: Any = self.variables
         for part in name.split("."):

@@ -183,7 +183,7 @@ def _run_by(
         left = math.inf if deadline is None else deadline - time.monotonic()
         if left <= 0:
             break
-        done.wait(min(left, 0.05 if stop_flag is not None else 3600.0))
+        done.wait(min(left, 0.2 if stop_flag is not None else 3600.0))  # seconds between looks at the flag: hundreds may wait at once
     return (dict(outcome) if done.is_set() else {}), done
 
 # %% ../../nbs/42_rollout.tools.ipynb #e41d4d65
