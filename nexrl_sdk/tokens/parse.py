@@ -139,13 +139,14 @@ def _parsed(tokenizer: Any, text: str, prefix: str, tools: Sequence[Mapping[str,
     if read.reasoning.strip():
         message["reasoning_content"] = read.reasoning.strip()
     if read.calls:
-        message["tool_calls"] = [{"id": i or _call_id(text, n), "type": "function", "function": {"name": f, "arguments": a}} for n, (f, a, i) in enumerate(read.calls)]
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        message["tool_calls"] = [{"id": i or _call_id(digest, n), "type": "function", "function": {"name": f, "arguments": a}} for n, (f, a, i) in enumerate(read.calls)]
     return Parsed(message, "; ".join(read.problems[:20]) or None, read.thought)
 
 
-def _call_id(text: str, n: int) -> str:
+def _call_id(answer: bytes, n: int) -> str:
     """The same for the same answer; nine letters and digits, which Mistral's templates insist on."""
-    return hashlib.blake2b(f"{n} {text}".encode(), digest_size=8).hexdigest()[:9]
+    return hashlib.blake2b(b"%d %s" % (n, answer), digest_size=8).hexdigest()[:9]
 
 # %% ../../nbs/11_tokens.parse.ipynb #3bfd4739
 _LONE = re.compile(r"[\ud800-\udfff]")  # half a character, which no tokenizer takes
@@ -246,12 +247,14 @@ def _elements(name: str, body: str, tools: Sequence[Mapping[str, Any]] | None) -
     """A call whose arguments are elements, typed by the tool's definition."""
     from transformers.utils.chat_parsing import parse_response
 
-    at = 0
+    found, at = dict[str, Any](), 0
     while at < len(body):
         one = _ELEMENT.match(body, at)
         if one is None:
             return "has something between its parameters, or one that is not closed"
-        at = one.end()
+        found[one["key"]], at = one["value"], one.end()
+    if not any((t.get("function") or t).get("name") == name for t in tools or ()):
+        return [{"name": name, "arguments": found}]
     template = {"start_anchor": "<function=", "fields": {"call": _TYPED}}
     try:
         made = parse_response(f"<function={name}>{body}</function>", template, prefix="", tools=[dict(t) for t in tools or ()])
