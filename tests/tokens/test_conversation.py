@@ -1,0 +1,228 @@
+"""Conversations against a record of what was asked and drawn, and against brute force over the rendered text."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_parse import TOOLS
+from tokenizer_families import AGENTS, FAMILIES, loaded
+
+from nexrl_sdk.tokens.conversation import Branch, Conversation, Prompt, Turn, branches
+from nexrl_sdk.tokens.parse import _parsed, said, template_message
+from nexrl_sdk.tokens.render import _special, _template
+from nexrl_sdk.types import Completion, ConfigError, DataError
+
+EVERY = [*AGENTS, "chatml", "bare", "think"]
+LOOSE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SAYS = ["", "Hi ✓", "日本語 🙂", "  spaced ", "two\n\nlines\n", "é" * 5, "<|im_end|>", "{not json", "a <tool_call>{broken</tool_call> b", '{"x": NaN}', "</think>", "[INST] x", "1"]
+
+
+@pytest.fixture(params=EVERY)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each family in turn."""
+    return request.param
+
+
+def about(family: str) -> dict[str, Any]:
+    """What is known of a family."""
+    return AGENTS.get(family) or FAMILIES[family]
+
+
+def spell(tokenizer: Any, text: str, rng: random.Random, loose: float) -> list[int]:
+    """Tokens of a text, some of them broken into pieces that the tokenizer would have merged, bytes of characters among them."""
+    core, made = tokenizer.get_vocab(), list[int]()
+    for i in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        name = tokenizer.convert_ids_to_tokens(i)
+        if i in tokenizer.added_tokens_decoder or name.startswith("<0x") or rng.random() > loose:
+            made.append(i)
+        elif all(c in core for c in name):
+            made += [core[c] for c in name]
+        elif "▁" not in name:
+            made += [core[f"<0x{b:02X}>"] for b in name.encode()]
+        else:
+            made.append(i)
+    return made
+
+
+def call_text(form: str, name: str, arguments: dict[str, Any], rng: random.Random) -> str:
+    """A call as a model of a family writes it, with spacing of its own."""
+    gap, body = rng.choice(["", " ", "\n"]), json.dumps(arguments, ensure_ascii=False, separators=rng.choice([(",", ":"), (", ", ": ")]))
+    if form == "qwen_xml":
+        return f"<tool_call>\n<function={name}>\n" + "".join(f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n" for k, v in arguments.items()) + "</function>\n</tool_call>"
+    return {
+        "llama": f'{{"name":{gap}"{name}", "parameters":{gap}{body}}}',
+        "mistral": f'[TOOL_CALLS]{gap}[{{"name": "{name}", "arguments": {body}, "id": "a{rng.randrange(10**8):08d}"}}]',
+        "mistral_args": f"[TOOL_CALLS]{name}[CALL_ID]a{rng.randrange(10**8):08d}[ARGS]{body}",
+        "deepseek": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{body}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    }.get(form, f'<tool_call>{gap}{{"name": "{name}", "arguments": {body}}}{gap}</tool_call>')
+
+
+def answer_text(family: str, rng: random.Random) -> str:
+    """What a model might say."""
+    think = rng.choice(["", "", "<think>\nhm ✓\n</think>\n\n", "<think>so</think>", "hm</think>\n\n"]) if family not in ("llama3.1", "mistral-v3") else ""
+    calls = [call_text(about(family).get("format", "hermes"), "add", {"a": rng.randrange(99), "b": rng.choice([1, -2])}, rng) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
+    if about(family).get("format") == "llama":
+        return calls[0] if calls else rng.choice(SAYS)
+    return think + (rng.choice(SAYS) if rng.random() < 0.6 or not calls else "") + "\n".join(calls)
+
+
+def drawn(family: str, tokenizer: Any, rng: random.Random) -> list[int]:
+    """Tokens of a model: words, calls, noise, cut short or ended rightly or wrongly."""
+    special = list(_special(tokenizer).values())
+    if rng.random() < 0.1:
+        made = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(6))]
+    else:
+        made = spell(tokenizer, answer_text(family, rng), rng, rng.choice([0, 0.3, 1]))
+    if rng.random() < 0.08:
+        made.insert(rng.randrange(len(made) + 1), rng.choice(special))
+    if rng.random() < 0.15:
+        return made[: rng.randrange(len(made) + 1)]
+    return [*made, rng.choice(special) if rng.random() < 0.08 else tokenizer.convert_tokens_to_ids(about(family)["end"])]
+
+
+@dataclass
+class Trial:
+    """A conversation with a record of its own."""
+
+    family: str
+    seed: int
+    tokenizer: Any = None
+    talk: Conversation = field(init=False)
+    asked: dict[int, tuple[list[int], list[int], Prompt]] = field(default_factory=dict)  # of each turn: prompt, drawn, prompt record
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokenizer, self.rng = loaded(self.family), random.Random(self.seed)
+        self.kwargs = about(self.family).get("kwargs", {})
+        self.talk = Conversation(self.tokenizer, template_kwargs=self.kwargs)
+        self.tools = TOOLS if self.family in AGENTS and self.rng.random() < 0.7 else None
+        self.clients: list[tuple[list[dict[str, Any]], Turn | None]] = [([{"role": "user", "content": self.data()}], None)]
+
+    def data(self) -> str:
+        """What a user or a tool says, perhaps with the text of special tokens."""
+        special = list(_special(self.tokenizer))
+        return "".join(self.rng.choice([*SAYS[:6], self.rng.choice(special), self.rng.choice(special)[:3]]) for _ in range(self.rng.randrange(3)))
+
+    def follow(self, messages: list[dict[str, Any]], turn: Turn) -> list[dict[str, Any]]:
+        """A client's next request behind an answer."""
+        answer = {k: v for k, v in turn.parsed.message.items() if k != "reasoning_content" or self.rng.random() < 0.2}
+        calls = answer.get("tool_calls", [])
+        if calls and self.family in AGENTS:
+            results = [{"role": "tool", "content": self.data(), "tool_call_id": c["id"]} for c in calls]
+        else:
+            results = [{"role": "user", "content": self.data()}]
+        return [*messages, answer, *results]
+
+    def step(self) -> None:
+        """Ask from one of the points that were reached, and draw one answer or several."""
+        messages, before = self.rng.choice(self.clients[-3:])
+        try:
+            prompt = self.talk.prompt(messages, self.tools)
+        except (ConfigError, DataError) as e:
+            assert "template refuses" in str(e) or "special token" in str(e)
+            self.refused += 1
+            return
+        self.check_prompt(prompt, before, messages)
+        for _ in range(self.rng.choice([1, 1, 1, 2])):
+            tokens = drawn(self.family, self.tokenizer, self.rng)
+            first = sum(len(d) for _, d, _ in self.asked.values())
+            turn = self.talk.add(prompt, Completion(list(tokens), [-float(first + i + 1) for i in range(len(tokens))], "stop", len(self.talk.turns)))
+            self.asked[id(turn)] = (list(prompt.tokens), tokens, prompt)
+            self.clients.append((self.follow(messages, turn), turn))
+
+    def check_prompt(self, prompt: Prompt, before: Turn | None, messages: list[dict[str, Any]]) -> None:
+        """Its text is the template's, its tokens are the parent's and what is new, and it forks where it must."""
+        kwargs = {**self.kwargs, **({"tools": self.tools} if self.tools else {})}
+        assert prompt.text == _template(self.tokenizer, prompt.messages, True, kwargs)
+        alike = [said(m) for m in messages if m["role"] != "assistant"]
+        assert [said(m) for m in prompt.messages if m["role"] != "assistant"] == alike
+        if prompt.parent is not None:
+            self.check_extended(prompt, prompt.parent)
+        else:
+            assert prompt.tokens == prompt.new
+            self.check_text(prompt.tokens, prompt.text)
+        self.check_special(prompt, kwargs)
+        if before is not None:
+            latest = [t for t in self.talk.turns if t.key == before.key]
+            assert prompt.forked == (prompt.parent not in latest)
+            if prompt.forked:  # by brute force: none that says the same is shown as it was
+                assert not any(self.shown(t, [*t.messages, *prompt.messages[len(t.messages) :]], kwargs) for t in latest)
+        else:
+            assert prompt.parent is None and not prompt.forked
+
+    def check_text(self, tokens: list[int], text: str) -> None:
+        """Tokens read as the text (a tokenizer of words may drop the space that begins it)."""
+        assert self.tokenizer.decode(tokens).replace(" ", "") == text.replace(" ", "")
+
+    def check_extended(self, prompt: Prompt, parent: Turn) -> None:
+        read, drew, earlier = self.asked[id(parent)]
+        assert prompt.tokens == read + drew + prompt.new
+        assert prompt.text.startswith(earlier.text)
+        rest, new = prompt.text[len(earlier.text) :], self.tokenizer.decode(prompt.new)
+        assert rest.replace(" ", "").endswith(new.replace(" ", ""))
+        shown = rest[: len(rest) - len(new)] if rest.endswith(new) else rest[: len(rest) - len(new) - 1]
+        end = self.tokenizer.decode(drew[-1:]) if drew and drew[-1] in _special(self.tokenizer).values() else ""
+        assert shown.endswith(end)
+        assert self.reads(parent, shown.removesuffix(end))
+
+    def reads(self, turn: Turn, text: str) -> bool:
+        """Whether a text says what the turn said."""
+        return said(_parsed(self.tokenizer, text, turn.begun[2], self.tools, None).message, True) == said(turn.parsed.message, True)
+
+    def shown(self, turn: Turn, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> bool:
+        """By brute force: whether the template shows a turn as it was, with the end that it had."""
+        text, begin = _template(self.tokenizer, messages, True, kwargs), len(self.asked[id(turn)][2].text)
+        if not text.startswith(self.asked[id(turn)][2].text):
+            return False
+        drew, special = self.asked[id(turn)][1], _special(self.tokenizer)
+        ends = [t for t, i in special.items() if drew and i == drew[-1]] or list(special)
+        return any(text.startswith(tuple(ends), e) and self.reads(turn, text[begin:e]) for e in range(begin, len(text)))
+
+    def check_special(self, prompt: Prompt, kwargs: dict[str, Any]) -> None:
+        """Control tokens are those of the template alone, as harmless data has them."""
+        special = _special(self.tokenizer)
+
+        def harmless(value: Any) -> Any:
+            if isinstance(value, str):
+                for t in sorted(special, key=len, reverse=True):
+                    value = value.replace(t, "@" * len(t))
+                return value
+            if isinstance(value, dict):
+                return {k: harmless(v) for k, v in value.items()}
+            return [harmless(v) for v in value] if isinstance(value, list) else value
+
+        text = _template(self.tokenizer, harmless(prompt.messages), True, kwargs)
+        control = [i for i in self.tokenizer(text, add_special_tokens=False)["input_ids"] if i in special.values()]
+        mine = [i for i in prompt.new if i in special.values()]
+        assert mine == (control if prompt.parent is None else control[len(control) - len(mine) :])
+
+    def check_branches(self) -> None:
+        """Each drawn token is learned from once, with its own logprob, in sequences that were read and drawn like this."""
+        found: list[Branch] = branches(self.talk)
+        assert len(found) == sum(not t.children for t in self.talk.turns)
+        learned = list[tuple[float, int]]()
+        for b in found:
+            read, drew, _ = self.asked[id(b.turn)]
+            assert b.tokens == b.turn.tokens == read + drew
+            assert len(b.tokens) == len(b.loss_mask) == len(b.logprobs)
+            learned += [(p, t) for p, t, m in zip(b.logprobs, b.tokens, b.loss_mask, strict=True) if m]
+            assert all((p != 0) == any(s["start"] <= i < s["end"] for s in b.spans) for i, p in enumerate(b.logprobs))
+            for s, t in zip(b.spans, b.turn.path(), strict=True):
+                assert b.tokens[s["start"] : s["end"]] == self.asked[id(t)][1]
+        expected = [(-float(i + 1), t) for i, t in enumerate(t for turn in self.talk.turns for t in self.asked[id(turn)][1])]
+        assert sorted(learned) == sorted(expected)
+
+
+@LOOSE
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 7))
+def test_conversations_keep_every_token(family: str, seed: int, steps: int) -> None:
+    trial = Trial(family, seed)
+    for _ in range(steps):
+        trial.step()
+    trial.check_branches()
