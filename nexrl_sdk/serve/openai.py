@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -530,7 +531,12 @@ def _event(value: Any) -> bytes:
 def _parsed(raw: bytes) -> Any:
     body = read_json(raw)
     check_depth(body)
+    if _HALF.search(raw):
+        json.dumps(body, ensure_ascii=False).encode()  # UnicodeError: half a character, which no tokenizer reads
     return body
+
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def _arrived(request: Any, flight: Flight, seconds: float | None) -> bool:

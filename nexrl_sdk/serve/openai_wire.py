@@ -156,7 +156,7 @@ def read_messages(
 def _message(given: Any, at: str) -> dict[str, Any]:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ROLES:
-        raise OpenAIError(f"{at} is an object whose role is one of {', '.join(ROLES)}, not {str(given)[:80]!r}", param=f"{at}.role")
+        raise OpenAIError(f"{at} is an object whose role is one of {', '.join(ROLES)}, not {str(given)[:80]!r}", param=f"{at}.role" if isinstance(given, dict) else at)
     unread = next((k for k in ("function_call", "audio", "images", "refusal") if given.get(k)), None)
     if unread:
         raise OpenAIError(f"{at}.{unread} cannot be shown to this model: text and tool_calls can", code="unsupported_parameter", param=f"{at}.{unread}")
