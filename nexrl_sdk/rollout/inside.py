@@ -58,7 +58,7 @@ def confine(task: dict[str, Any]) -> None:
 
 def _say(kind: Any, error: Any, trace: Any) -> None:
     """Show a traceback without the frames of this file."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<string>"):
         trace = trace.tb_next
     sys.__excepthook__(kind, error, trace)
 
@@ -360,7 +360,7 @@ class Remote:
     """Something of the candidate's, in its own process."""
 
     def __init__(self, link: Link, number: int, kind: str, name: str):
-        self.__dict__.update(_link=link, _number=number, _kind=kind, _name=name)
+        self.__dict__.update(_link=link, _number=number, _kind=kind, _name=name, _own=False)  # _own: a class that the tests name, or what they made of it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._link.do("call", self, *args, **kwargs)
@@ -368,8 +368,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._kind == "object" and not self._link.objects and name in _shared():
-            raise TypeError(f"a plain value was expected, and {self!r} is none: its own .{name} is not asked")
+        if not self._own and not self._link.objects and name in _shared():
+            raise TypeError(f"a plain value was expected, and {self!r} is none: its own .{name} is asked only with objects=True")
         return self._link.do("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -400,7 +400,7 @@ def _operator(special: str, op: str, swap: bool = False) -> Callable[..., Any]:
         if not self._link.objects and special not in QUIET:
             if special in ("__eq__", "__ne__"):
                 return _same(self, others[0]) == (special == "__eq__")
-            raise TypeError(f"a plain value was expected, and {self!r} is none: its own {special} is not asked")
+            raise TypeError(f"a plain value was expected, and {self!r} is none: its own {special} is asked only with objects=True")
         return self._link.do(op, *others, self) if swap else self._link.do(op, self, *others)
 
     return method
@@ -479,10 +479,21 @@ class Link:
             raise StopIteration
         if "raise" in heard:
             raise raised(heard["raise"], self.exceptions)
-        for value, after in zip(args, heard.get("changed", ())):
-            if after is not None:
-                put_back(value, self.codec.decode(after))
-        return self.codec.decode(heard["ok"])
+        try:
+            for value, after in zip(args, heard.get("changed", ())):
+                if after is not None:
+                    put_back(value, self.codec.decode(after))
+            return self._owned(op, args, self.codec.decode(heard["ok"]))
+        except Exception as e:  # noqa: BLE001 - whatever it is, it is the candidate's doing
+            raise TypeError(f"the program answered with what is no value: {type(e).__name__}: {str(e)[:200]}") from None
+
+    def _owned(self, op: str, args: Any, value: Any) -> Any:
+        """Mark the classes that the tests name with a capital letter, and what they make of them."""
+        named = value.items() if op == "names" else [("A" if op == "call" and args[0]._own else "a", value)]
+        for name, thing in named:
+            if isinstance(thing, Remote):
+                thing.__dict__["_own"] = name[:1].isupper()
+        return value
 
 
 def put_back(value: Any, after: Any) -> None:
@@ -588,6 +599,8 @@ def modules_meant(trees: list[Any]) -> set[str]:
 # %% ../../nbs/43_rollout.inside.ipynb #8d39654f
 def judge(task: dict[str, Any]) -> None:
     """Run the tests against the candidate at the other end of the line."""
+    import ast
+
     link = Link(task["line"][0], task["line"][1], task["objects"])
     with open(task["report"], "wb") as report:
 
@@ -597,40 +610,40 @@ def judge(task: dict[str, Any]) -> None:
 
         try:
             first, tests = split_tests(task["tests"], task["entry_point"])
+            trees = [ast.parse(task["setup"]), first, *(t for _, t in tests)]
+            setup, begin, *codes = [compile(t, "tests.py", "exec") for t in trees]
             if not tests:
                 raise ValueError("there is no test in them: an assert, a function test…, or check(candidate) with an entry point")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
             return say(broken=_words(e))
         say(total=len(tests))
         try:
-            names = _prepare(link, task, [first, *(t for _, t in tests)])
-            exec(compile(first, "tests.py", "exec"), names)  # noqa: S102 - what the sandbox is for
+            names = _prepare(link, task, trees)
+            exec(setup, names)  # noqa: S102 - what the sandbox is for
+            exec(begin, names)  # noqa: S102
         except BaseException as e:  # noqa: BLE001 - the outcome is data
-            broken = isinstance(e, ModuleNotFoundError) and not hasattr(e, "of_the_program") and e.name != "solution"
+            broken = isinstance(e, ImportError) and not hasattr(e, "of_the_program") and e.name != "solution"
             return say(broken=_words(e)) if broken else say(failed=_words(e))
-        for i, (name, code) in enumerate(tests):
+        failed = 0
+        for i, code in enumerate(codes):
             error = _one(code, names)
-            say(test=i, name=name, passed=error is None, error=error)
+            failed += error is not None
+            say(test=i, passed=True) if error is None else say(test=i, **({"name": tests[i][0], "error": error} if failed <= 3 else {}))
         say(done=True)
 
 
 def _prepare(link: Link, task: dict[str, Any], trees: list[Any]) -> dict[str, Any]:
     """The names that the tests see."""
-    import ast
-
     heard = link.line.wait()
     if "raise" in heard:
         raise raised(heard["raise"], {})
-    setup = ast.parse(task["setup"])
-    asked = wanted([setup, *trees], task["entry_point"])
-    names = {"__name__": "tests", "run_case": run_case}
-    for name in modules_meant([setup, *trees]) - {task["entry_point"]}:
+    names: dict[str, Any] = {"__name__": "tests", "run_case": run_case}
+    for name in modules_meant(trees) - {task["entry_point"]}:
         names[name] = __import__(ALIASES.get(name, name))
-    names.update(link.do("names", *asked))
+    names.update(link.do("names", *wanted(trees, task["entry_point"])))
     solution = type(sys)("solution")
     solution.__dict__["__getattr__"] = lambda name: _from_solution(link, name)
     sys.modules["solution"] = solution
-    exec(compile(setup, "setup.py", "exec"), names)  # noqa: S102 - what the sandbox is for
     return names
 
 # %% ../../nbs/43_rollout.inside.ipynb #53b747de
@@ -645,7 +658,7 @@ def _from_solution(link: Link, name: str) -> Any:
 def _one(code: Any, names: dict[str, Any]) -> str | None:
     """What kept a test from passing; None where nothing did."""
     try:
-        exec(compile(code, "tests.py", "exec"), names)  # noqa: S102 - what the sandbox is for
+        exec(code, names)  # noqa: S102 - what the sandbox is for
     except BaseException as e:  # noqa: BLE001 - the outcome is data
         return _words(e)
     return None

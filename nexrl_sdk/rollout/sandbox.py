@@ -199,6 +199,7 @@ class _Job:
 
     process: subprocess.Popen[bytes]
     streams: dict[int, bytearray]  # what was read, by file descriptor
+    printed: tuple[int, int]  # stdout and stderr
     ready: int  # file descriptor that says when the program begins
     info: int  # file descriptor on which bubblewrap says who the first process within is; -1 without it
     first: tuple[int, int] | None = None  # that process's id and file descriptor, while it may live
@@ -341,12 +342,10 @@ class _Jobs:
             command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=handed, start_new_session=True,
             cwd="/" if wrapped else work, env={} if wrapped else {**_ENVIRONMENT, "HOME": work, "TMPDIR": work},
         )  # fmt: skip
-        job = _Job(process, {}, ready, info if wrapped else -1)
+        printed = process.stdout.fileno(), process.stderr.fileno()  # type: ignore[union-attr]
+        job = _Job(process, {fd: bytearray() for fd in [*printed, *reads]}, printed, ready, info if wrapped else -1)
         self.jobs.append(job)
         self.close(*handed, source)
-        for stream in (process.stdout, process.stderr):
-            job.streams[stream.fileno()] = bytearray()  # type: ignore[union-attr]
-        job.streams.update({fd: bytearray() for fd in reads})
         for fd in [*job.streams, ready]:
             os.set_blocking(fd, False)
         return job
@@ -414,8 +413,10 @@ class _Jobs:
                 return False
             if not data:
                 return True
-            held += data[: self.sandbox.output - len(held)]
-            if len(held) >= self.sandbox.output:
+            most = self.sandbox.output if fd in job.printed else inside.MESSAGE_BYTES
+            held += data[: most + 1 - len(held)]
+            if len(held) > most:
+                del held[most:]
                 job.full.add(fd)
                 self.end(job, "output")
                 return True
@@ -469,14 +470,14 @@ class _Jobs:
 
     def result(self, job: _Job) -> SandboxResult:
         """What became of a job; EvaluatorError where its program never began."""
-        out, err = (bytes(job.streams[s.fileno()]).decode("utf-8", "replace") for s in (job.process.stdout, job.process.stderr) if s)
+        out, err = (bytes(job.streams[fd]).decode("utf-8", "replace") for fd in job.printed)
         if job.started is None and not self._began(job):
             raise EvaluatorError(f"the sandbox could not be made ({job.cause or f'exit code {job.process.returncode}'}): {err.strip()[-500:] or 'nothing was said'}")
         code = job.process.returncode
         code = 128 - code if code < 0 else code
         seconds = max(0.0, (job.ended or 0.0) - (job.started or job.ended or 0.0))
         status, cause = _outcome(job, code, seconds, self.sandbox)
-        fulls = [s.fileno() in job.full for s in (job.process.stdout, job.process.stderr) if s]
+        fulls = [fd in job.full for fd in job.printed]
         return SandboxResult(status, code, out, err, fulls[0], fulls[1], seconds, cause)
 
     def _began(self, job: _Job) -> bool:
@@ -720,14 +721,14 @@ class CodeEvaluator(Evaluator):
         if broken := [m["broken"] for m in heard if "broken" in m]:
             raise EvaluatorError(f"this row's tests cannot be run: {broken[0]}")
         total = next((int(m["total"]) for m in heard if "total" in m), 0)
-        if not total and program.status in ("ok", "failed"):
+        if not total:  # the program has no part in that
             raise EvaluatorError(f"the tests did not begin ({judge.status}, {judge.cause}): {judge.stderr.strip()[-500:]}")
         passed = len({m["test"] for m in heard if m.get("passed")})
         failures = [f"{m['name']}: {m['error']}" for m in heard if m.get("error")] + [m["failed"] for m in heard if "failed" in m]
         done = any("done" in m for m in heard)
         if not done and not failures:
             failures = [_why(program if program.status in ("timeout", "killed") else judge)]
-        return _Verdict(max(total, 1), min(passed, total) if done or self.reward == "fraction" else 0, not done and "timeout" in (judge.status, program.status), failures, program.stderr)
+        return _Verdict(total, min(passed, total) if done or self.reward == "fraction" else 0, not done and "timeout" in (judge.status, program.status), failures, program.stderr)
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #fca32501
 def judge_apart(
@@ -745,9 +746,7 @@ def judge_apart(
         program = jobs.start({"mode": "serve", "line": (asked, answers), **files}, b"", [asked, answers])
         judge = jobs.start({"mode": "judge", "line": (answered, asks), "files": {}, "nonce": nonce, "report": reports, **task}, b"", [answered, asks, reports], [report])
         jobs.watch(judge)
-        said = []
-        for line in bytes(judge.streams[report]).splitlines():
-            said.append(json.loads(line) if line.endswith(b"}") else {})
+        said = [json.loads(line) for line in bytes(judge.streams[report]).split(b"\n")[:-1]]
         return said, jobs.result(judge), jobs.result(program), nonce
 
 

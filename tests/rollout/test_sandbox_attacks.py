@@ -362,7 +362,17 @@ def test_clone_makes_no_namespaces() -> None:
 
 
 def test_no_process_is_traced() -> None:
-    refused(CALLS + "\nimport os\ntells('ptrace', 16, 1, 0, 0)\ntells('ptrace', 0, 0, 0, 0)\nprint(tried(open, '/proc/1/mem', 'rb'))")
+    refused(CALLS + "\ntells('ptrace', 16, 1, 0, 0)\ntells('ptrace', 0, 0, 0, 0)\ntells('process_vm_readv', 1, None, 0, None, 0, 0)")
+
+
+def test_the_first_process_within_has_no_more_rights_than_the_program() -> None:
+    result = attack("for p in ('1', 'self'): print(*[l.split()[1] for l in open(f'/proc/{p}/status') if l.startswith(('Seccomp:', 'NoNewPrivs:', 'CapEff:', 'CapPrm:'))])")
+    rights = [line.split() for line in result.stdout.splitlines()]
+    assert len(rights) == 2 and rights[1] == ["0" * 16, "0" * 16, "1", "2"], result
+    if MODE == "namespace":  # with the same user, its memory can be written
+        assert rights[0] == rights[1]
+    else:
+        refused("print(tried(open, '/proc/1/mem', 'rb'))\nprint(tried(open, '/proc/1/root/work/x', 'w'))\nimport os\nprint(tried(os.kill, 1, 15))")
 
 
 def test_limits_are_not_raised() -> None:
