@@ -5,7 +5,9 @@
 # %% ../../nbs/43_rollout.agent.ipynb #c11a5ae3
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import copy
 import inspect
 import json
 import re
@@ -14,23 +16,35 @@ import time
 import traceback as tb
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .agent_config import SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, NexAUEvaluationTarget, Score, _score_of, as_evaluator
+from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult
+from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _score_of, as_evaluator, score
 from .rollouts import Rollouts
 from .session import Reply, Session, SessionClosed, session_trajectories
+from .tools import as_text, cut_middle
+from .trace import error_line
 from .worker import _OURS, BaseRolloutWorker, Progress, Task, derive_seed, run_many
 from ..tokens.render import render_example
-from ..types import BackendError, ConfigError, ContextOverflowError, DataError, Interrupted, SamplingParams, Trajectory, nearest
+from ..types import BackendError, ConfigError, ContextOverflowError, DataError, EvaluatorError, Interrupted, SamplingParams, Trajectory, nearest
 
 # %% auto #0
 __all__ = ['GRACE', 'ENDINGS', 'Agent', 'RolloutRunner', 'JudgedByRun', 'unlearn', 'turn_info', 'AgentRolloutWorker',
            'WorkerConfig', 'BaseNexAURolloutWorker', 'pig_latin', 'PigLatinRolloutWorker']
 
 # %% ../../nbs/43_rollout.agent.ipynb #39fca701
+@dataclass
+class _Talk:
+    """One run of an agent: whom it speaks to, and what was said."""
+
+    client: Session
+    tracer: InMemoryTracer
+    context: Mapping[str, Any]  # values for system prompts
+    messages: list[dict[str, Any]]
+
+
 class Agent:
     """An agent from its configuration. It keeps no state: many rollouts run it at once."""
 
@@ -42,6 +56,7 @@ class Agent:
         self._tools = {t.name: t for t in config.tools}
         self._subs = {SUB_AGENT + name: Agent(sub) for name, sub in config.sub_agents.items()}
         self._definitions = config.definitions() or None
+        self._params = {k: config.llm_config[k] for k in SAMPLING if config.llm_config.get(k) is not None}
 
     def run(
         self,
@@ -52,11 +67,11 @@ class Agent:
         context: Mapping[str, Any] | None = None,  # values for the system prompt
     ) -> str:  # the answer's text
         """Work on one task until there is an answer; why it ended is in the session's meta."""
-        tracer = tracer or InMemoryTracer()
+        tracer = InMemoryTracer() if tracer is None else tracer
+        client.meta["tracer"] = tracer
+        client.conversation.template_kwargs = {**(self.config.llm_config.get("chat_template_kwargs") or {}), **client.template_kwargs}
         with tracer.span(self.config.name, "agent", {"message": message}) as span:
-            client.max_prompt = min(self.config.max_context_tokens, client.max_prompt or self.config.max_context_tokens)
-            talk = self._begin(message, context or {})
-            answer, ended = self._turns(talk, client, tracer)
+            answer, ended = self._turns(_Talk(client, tracer, context or {}, self._begin(message, context or {})))
             client.meta["ended"] = ended
             span.outputs = {"answer": answer, "ended": ended}
         return answer
@@ -66,68 +81,73 @@ class Agent:
         system = self.config.prompt(**context)
         return asked if not system or (asked and asked[0].get("role") == "system") else [{"role": "system", "content": system}, *asked]
 
-    def _turns(self, talk: list[dict[str, Any]], client: Session, tracer: InMemoryTracer) -> tuple[str, str]:
+    def _turns(self, talk: _Talk) -> tuple[str, str]:
         """The last words, and why they are the last: answer, stop_tool, max_iterations, length or context."""
         said = ""
         for _ in range(self.config.max_iterations):
             try:
-                reply = self._ask(talk, client, tracer)
-            except ContextOverflowError:
+                reply = self._ask(talk)
+            except ContextOverflowError as e:
+                talk.client.meta["overflow"] = str(e)
                 return said, "context"
             said = str(reply.message.get("content") or "")
             calls = reply.message.get("tool_calls") or []
             if not calls:
-                return said, "length" if reply.finish_reason == "length" else "answer"
-            talk.append(reply.message)
+                return said, _ending(reply, talk.client)
+            talk.messages.append(reply.message)
             for call in calls:
-                result = self._call(call, client, tracer)
-                talk.append({"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result.text})
+                result = self._call(call, talk)
+                talk.messages.append({"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result.text})
                 if call["function"]["name"] in self.config.stop_tools and result.error is None:
                     return result.text, "stop_tool"
         return said, "max_iterations"
 
-    def _ask(self, talk: list[dict[str, Any]], client: Session, tracer: InMemoryTracer) -> Reply:
-        llm = self.config.llm_config
-        params = {k: llm[k] for k in ("max_tokens", "temperature", "top_p", "stop") if llm.get(k) is not None}
-        with tracer.span("model", "llm", {"messages": [dict(m) for m in talk], "tools": self._definitions}) as span:
-            reply = client.complete(talk, self._definitions, **params)
+    def _ask(self, talk: _Talk) -> Reply:
+        with talk.tracer.span("model", "llm", {"messages": [dict(m) for m in talk.messages], "tools": self._definitions}) as span:
+            reply = talk.client.complete(talk.messages, self._definitions, max_prompt=self.config.max_context_tokens, **self._params)
             span.outputs = {"message": reply.message, "finish_reason": reply.finish_reason, "usage": reply.usage}
             span.attributes["turn"] = reply.number
         return reply
 
-    def _call(self, call: Mapping[str, Any], client: Session, tracer: InMemoryTracer) -> ToolResult:
+    def _call(self, call: Mapping[str, Any], talk: _Talk) -> ToolResult:
         """Run what the model called."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        client.meta["tool_calls"] = client.meta.get("tool_calls", 0) + 1
-        if name in self._subs:
-            result = self._delegate(name, arguments, client, tracer)
-        else:
-            with tracer.span(name, "tool", {"arguments": arguments}) as span:
-                result = self._tool(name, arguments, client)
-                span.outputs, span.error = {"result": result.text}, result.error
-        client.meta["tool_errors"] = client.meta.get("tool_errors", 0) + (result.error is not None)
+        name, arguments, meta = call["function"]["name"], call["function"]["arguments"], talk.client.meta
+        meta["tool_calls"] = meta.get("tool_calls", 0) + 1
+        with talk.tracer.span(name, "sub_agent" if name in self._subs else "tool", {"arguments": arguments}) as span:
+            result = self._delegate(name, arguments, talk) if name in self._subs else self._tool(name, arguments, talk.client)
+            span.outputs, span.error = {"result": result.text}, result.error
+        meta["tool_errors"] = meta.get("tool_errors", 0) + (result.error is not None)
         return result
 
     def _tool(self, name: str, arguments: Any, client: Session) -> ToolResult:
         tool = self._tools.get(name)
         if tool is None:
-            error = f"there is no tool {name!r}{nearest(name, [*self._tools, *self._subs])}"
+            error = f"there is no tool {name[:80]!r}{nearest(name[:80], [*self._tools, *self._subs])}"
             return ToolResult(f"Error: {error}", error)
         return tool.call(arguments, timeout=tool.timeout or self.config.tool_timeout, stop_flag=client.cancel)
 
-    def _delegate(self, name: str, arguments: Any, client: Session, tracer: InMemoryTracer) -> ToolResult:
+    def _delegate(self, name: str, arguments: Any, talk: _Talk) -> ToolResult:
         """Have a sub-agent answer; its own limits are its answer's business, not the rollout's."""
-        began = time.monotonic()
+        began, sub = time.monotonic(), self._subs[name]
         try:
             message = json.loads(arguments)["message"] if isinstance(arguments, str) else arguments["message"]
         except (ValueError, KeyError, TypeError, RecursionError):
             error = f"{name} takes an object with 'message'"
             return ToolResult(f"Error: {error}", error)
-        answer = self._subs[name].run(str(message), client=client.child(name), tracer=tracer)
-        return ToolResult(answer, None, time.monotonic() - began)
+        client = talk.client.child(sub.config.name)
+        answer = sub.run(as_text(message), client=client, tracer=talk.tracer, context=talk.context)
+        text, truncated = cut_middle(answer or f"({sub.config.name} gave no answer: {client.meta['ended']})", self.config.tool_output_limit)
+        return ToolResult(text, None, time.monotonic() - began, truncated)
 
     def __repr__(self) -> str:
         return f"Agent({self.config.name!r}, {len(self._tools)} tools, {len(self._subs)} sub-agents)"
+
+
+def _ending(reply: Reply, client: Session) -> str:
+    """Why an answer that calls nothing is the last one."""
+    if reply.finish_reason != "length":
+        return "answer"
+    return "context" if client.context is not None and reply.usage["total_tokens"] >= client.context else "length"
 
 # %% ../../nbs/43_rollout.agent.ipynb #d2e3feec
 GRACE = 5.0  # seconds between being told to stop and being given up
@@ -172,7 +192,7 @@ class RolloutRunner:
         waiting, under_way, done = deque(range(len(items))), list[_Running](), 0
         try:
             while waiting or under_way:
-                while waiting and len(under_way) < self.concurrency:
+                while waiting and len(under_way) < self.concurrency and self._go_on():
                     under_way.append(self._start(items, waiting.popleft()))
                 over = self._wait(under_way)
                 for r in over:
@@ -187,6 +207,11 @@ class RolloutRunner:
             for r in under_way:
                 r.cancel.set()
         return results
+
+    def _go_on(self) -> bool:
+        if self.stop_flag is not None and self.stop_flag.is_set():
+            raise Interrupted("stopped while rollouts were under way")
+        return True
 
     def _start(self, items: Sequence[Any], index: int) -> _Running:
         r = _Running(index, threading.Event(), None if self.timeout is None else time.monotonic() + self.timeout)
@@ -209,8 +234,7 @@ class RolloutRunner:
             if not any(r.done for r in under_way):
                 self._changed.wait(self._patience(under_way))
             ended = [r for r in under_way if r.done]
-        if self.stop_flag is not None and self.stop_flag.is_set():
-            raise Interrupted("stopped while rollouts were under way")
+        self._go_on()
         now = time.monotonic()
         for r in under_way:
             if r.deadline is not None and now > r.deadline:
@@ -251,20 +275,32 @@ class JudgedByRun(BaseRolloutWorker):
     def _mask(self, rollouts: Rollouts) -> None:
         """Zero the loss mask of the answers that the hook leaves out."""
         for run in _runs(list(rollouts)):
-            turns = [(t, turn) for t in run for turn in t.get("turns") or () if turn["learned"]]
-            if run[0].status == "failed" or run[0].get("scored_by_worker") or not turns:
+            turns = _learned(run)
+            if run[0].status == "failed" or run[0].get("masked_by_worker") or not turns:
                 continue
             for (t, turn), keep in zip(turns, self._kept_infos([turn_info(*pair) for pair in turns])):
                 if not keep:
                     unlearn(t, turn)
 
     def _kept_infos(self, infos: list[dict[str, Any]]) -> list[bool]:
-        kept = list(self.get_train_loss_mask(infos))
-        if len(kept) != len(infos) or any(type(k).__name__ not in ("bool", "bool_", "int") for k in kept):
-            raise ConfigError(f"get_train_loss_mask must return one boolean for each of the {len(infos)} answers of a rollout, not {str(kept)[:200]}")
-        return [bool(k) for k in kept]
+        given = self.get_train_loss_mask(infos)
+        kept = _booleans(given)
+        if kept is None or len(kept) != len(infos):
+            raise ConfigError(f"get_train_loss_mask must return one boolean for each of the {len(infos)} answers of a rollout, not {str(given)[:200]}")
+        return kept
 
 # %% ../../nbs/43_rollout.agent.ipynb #a522af55
+def _learned(run: Sequence[Trajectory]) -> list[tuple[Trajectory, dict[str, Any]]]:
+    """The answers that a rollout is learned from, in the order in which they were drawn."""
+    return sorted(((t, turn) for t in run for turn in t.get("turns") or () if turn["learned"]), key=lambda pair: pair[1]["number"])
+
+
+def _booleans(given: Any) -> list[bool] | None:
+    """A mask's entries; None where it is no list of booleans."""
+    found = given.tolist() if hasattr(given, "tolist") else list(given) if isinstance(given, (list, tuple)) else None
+    return [bool(k) for k in found] if isinstance(found, list) and all(type(k) is bool or (type(k) is int and k in (0, 1)) or type(k).__name__ == "bool_" for k in found) else None
+
+
 def _write(t: Trajectory, s: Score) -> None:
     """A score, with the rollout's own numbers among its metrics."""
     fields = s.as_fields()
@@ -310,9 +346,26 @@ class _Rollout:
     tracer: InMemoryTracer
     fields: dict[str, Any]
     put: list[Trajectory] | None = None
+    judged: Score | None = None  # an evaluator that run_agent called, and that failed
+    problem: Exception | None = None  # why a trajectory could not be put
+    infos: tuple[int, list[dict[str, Any]]] = (0, [])  # number of answers, and what is known of each
+    causes: list[str] = field(default_factory=list)  # of earlier tries
+
+    def trace(self) -> dict[str, Any]:
+        """The steps, also where the agent was given a tracer of its own."""
+        return self.tracer.get_trace() or self.session.meta.get("tracer", self.tracer).get_trace()
 
 
 _HERE: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("rollout", default=None)
+_PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("progress", default=None)
+
+
+def _own(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row that an agent may change."""
+    try:
+        return copy.deepcopy(dict(row))
+    except Exception:  # noqa: BLE001 - whatever a value raises that cannot be copied
+        return dict(row)
 
 
 class AgentRolloutWorker(JudgedByRun):
@@ -323,7 +376,7 @@ class AgentRolloutWorker(JudgedByRun):
         backend: Any,
         evaluator: Any = None,
         *,
-        agent: Any = None,  # an AgentConfig, the path of its file, an Agent, or a function (query, session=..., data=..., cancel=...) -> answer; None: run_agent is overridden
+        agent: Any = None,  # an AgentConfig, the path of its file, an Agent, or a function, also async, (query, session=..., data=..., cancel=...) -> answer; None: run_agent is overridden
         workspace: str | Path | None = None,  # folder of the agent's modules
         rollouts_at_once: int = 256,
         timeout: float | None = None,  # seconds for one rollout; None: no limit
@@ -337,6 +390,8 @@ class AgentRolloutWorker(JudgedByRun):
             raise ConfigError(f"unfinished={unfinished!r} is not known{nearest(unfinished, ENDINGS)}")
         if rollouts_at_once < 1 or (timeout is not None and timeout <= 0):
             raise ConfigError(f"rollouts_at_once must be at least 1 and timeout more than 0 seconds, not {rollouts_at_once} and {timeout}")
+        if self.overlong == "truncate":
+            raise ConfigError("overlong: 'truncate' would cut an agent's conversation anywhere; set it to 'error' or 'drop'")
         self.agent = _as_agent(agent, workspace)
         self.rollouts_at_once, self.timeout, self.unfinished = rollouts_at_once, timeout, unfinished
         self.template_kwargs, self.tool_format = dict(template_kwargs or {}), tool_format
@@ -370,17 +425,31 @@ class AgentRolloutWorker(JudgedByRun):
             raise ConfigError(f"{type(self).__name__} has no agent: give agent=, or override run_agent")
         if isinstance(self.agent, Agent):
             return self.agent.run(query, client=self.client, tracer=self.tracer, context=_names(task))
-        answer = _call_agent(self.agent, query, self.client, task)
-        return _last_words(self.client) if answer is None else str(answer)
+        answer = _awaited(_call_agent(self.agent, query, self.client, task), self.client.cancel)
+        return _last_words(self.client) if answer is None else as_text(answer)
 
     # many rollouts ---------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        items: Sequence[Any],  # Items or rows
+        *,
+        progress: Progress | None = None,  # called with rollouts done and their number
+        **settings: Any,  # of every worker's run: step, is_val, n, sampling, stop_flag
+    ) -> Rollouts:
+        """Run the agent and score what it answers; the same for the same seed, step and items."""
+        token = _PROGRESS.set(progress)
+        try:
+            return super().run(items, **settings)
+        finally:
+            _PROGRESS.reset(token)
 
     def answer(self, tasks: list[Task], n: int, sampling: SamplingParams, stop_flag: threading.Event | None) -> list[list[Trajectory]]:
         """Run the agent n times on each task."""
         jobs = [(task, member) for task in tasks for member in range(n)]
         runner = RolloutRunner(
             lambda job, cancel: self._attempts(job[0], job[1], sampling, cancel), lambda job: self._late(*job),
-            concurrency=self.rollouts_at_once, timeout=self.timeout, stop_flag=stop_flag,
+            concurrency=self.rollouts_at_once, timeout=self.timeout, progress=_PROGRESS.get(), stop_flag=stop_flag,
         )  # fmt: skip
         done = iter(runner.run(jobs))
         return [[t for _ in range(n) for t in next(done)] for _ in tasks]
@@ -395,22 +464,48 @@ class AgentRolloutWorker(JudgedByRun):
         causes: list[str] = []
         for attempt in range(self.retries + 1):
             rollout = self._begin(task, member, attempt, sampling, cancel)
+            rollout.causes = list(causes)
             token = _HERE.set(rollout)
             try:
-                return self._finish(rollout, self.run_agent(dict(task.item.row)), causes)
-            except _OURS as e:
-                if not isinstance(e, ContextOverflowError):
-                    raise type(e)(f"row {task.item.index}: {e}") from e
-                return self._failed(rollout, e, causes)
-            except SessionClosed as e:
-                return self._failed(rollout, e if not cancel.is_set() or self.timeout is None else TimeoutError(f"the rollout took longer than {self.timeout:g} s (timeout)"), causes)
-            except Exception as e:  # noqa: BLE001 - an agent may raise anything; it is the rollout's cause of failure
-                causes.append(f"{type(e).__name__}: {str(e)[:500]}")
+                return self._finish(rollout, _awaited(self.run_agent(_own(task.item.row)), cancel))
+            except BaseException as e:  # noqa: BLE001 - an agent may raise anything; it is the rollout's cause of failure
+                found = self._settled(rollout, e, cancel, f"row {task.item.index}")
+                if found is not None:
+                    return found
+                causes.append(error_line(e))
                 if attempt == self.retries or cancel.wait(min(10.0, 0.1 * 2**attempt)):
-                    return self._failed(rollout, e, causes[:-1])
+                    return self._failed(rollout, e)
             finally:
                 _HERE.reset(token)
+                rollout.session.end()
         raise AssertionError("unreachable")
+
+    def _settled(self, rollout: _Rollout, error: BaseException, cancel: threading.Event, where: str) -> list[Trajectory] | None:
+        """What becomes of a rollout that raised something which another try would not help; None where it may."""
+        if isinstance(error, _OURS) and not isinstance(error, ContextOverflowError):
+            raise type(error)(f"{where}: {error}") from error
+        if cancel.is_set():
+            late = f"the rollout took longer than {self.timeout:g} s (timeout)" if self.timeout is not None else "the rollout was told to stop"
+            return self._failed(rollout, TimeoutError(late).with_traceback(error.__traceback__))
+        if isinstance(error, ContextOverflowError):
+            return self._overflowed(rollout, error, where)
+        if isinstance(error, SessionClosed):
+            return self._failed(rollout, error)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if isinstance(error, EvaluatorError) and rollout.judged is not None:
+            return self._given(self._trajectories(rollout, _last_words(rollout.session)), rollout.judged)
+        return None
+
+    def _overflowed(self, rollout: _Rollout, error: ContextOverflowError, where: str) -> list[Trajectory]:
+        """A conversation has outgrown the context: at once, or in the course of the rollout."""
+        begun = any(s.conversation.turns for s in rollout.session.family())
+        if not begun and self.overlong == "error":
+            raise ContextOverflowError(f"{where}: {error}. Leave the row out, or set overlong to 'drop'") from error
+        if not begun or self.unfinished == "fail":
+            return self._failed(rollout, error)
+        rollout.session.meta["ended"] = "context"
+        return self._trajectories(rollout, _last_words(rollout.session))
 
     def _begin(self, task: Task, member: int, attempt: int, sampling: SamplingParams, cancel: threading.Event) -> _Rollout:
         seed = derive_seed(task.seed, member, *([attempt] if attempt else []))
@@ -421,30 +516,40 @@ class AgentRolloutWorker(JudgedByRun):
         fields = {**task.fields, "group_id": task.group_id, "run_id": f"{task.group_id}/{member}", "member": member}
         return _Rollout(task.item.row, session, InMemoryTracer(), fields)
 
-    def _finish(self, rollout: _Rollout, answer: Any, causes: list[str]) -> list[Trajectory]:
+    def _finish(self, rollout: _Rollout, answer: Any) -> list[Trajectory]:
         """The trajectories of a rollout that has come to its end."""
+        rollout.session._open()
         if rollout.put is not None:
             return rollout.put
-        ended = str(rollout.session.meta.get("ended", "answer"))
         if answer is None:
-            raise BackendError("run_agent returned None, which says that the rollout has failed; its log has the cause")
+            raise _why_none(rollout)
+        ended = str(rollout.session.meta.get("ended", "answer"))
+        if ended == "context" and not any(s.conversation.turns for s in rollout.session.family()):
+            raise ContextOverflowError(rollout.session.meta.get("overflow", "the conversation has outgrown the context"))
         if ended in ("context", "max_iterations") and self.unfinished == "fail":
-            return self._failed(rollout, ContextOverflowError(f"the rollout ended without an answer: {ended} (unfinished: fail)"), causes)
-        return self._trajectories(rollout, str(answer), causes)
+            return self._failed(rollout, ContextOverflowError(f"the rollout ended without an answer: {ended} (unfinished: fail)"))
+        return self._trajectories(rollout, as_text(answer))
 
-    def _trajectories(self, rollout: _Rollout, answer: str, causes: Sequence[str] = (), **fields: Any) -> list[Trajectory]:
-        found = session_trajectories(rollout.session.family(), **{**rollout.fields, "final_answer": answer, "agent": _numbers(rollout.session), **fields})
+    def _trajectories(self, rollout: _Rollout, answer: str, **fields: Any) -> list[Trajectory]:
+        own = {"final_answer": answer, "agent": _numbers(rollout.session), "trace": rollout.trace()}
+        found = session_trajectories(rollout.session.family(), **{**rollout.fields, **own, **fields})
         if not found:
             raise BackendError("the agent ended without asking the model anything: nothing was sampled, so nothing can be learned")
-        found[0]["trace"] = rollout.tracer.get_trace()
-        if causes:
-            found[0]["attempts"] = list(causes)
+        if rollout.causes:
+            found[0]["attempts"] = list(rollout.causes)
         return found
 
-    def _failed(self, rollout: _Rollout, error: BaseException, causes: Sequence[str]) -> list[Trajectory]:
+    def _given(self, found: list[Trajectory], s: Score) -> list[Trajectory]:
+        """Trajectories whose score is not to be asked of the evaluator."""
+        for t in found:
+            _write(t, s)
+            t["scored_by_worker"] = True
+        return found
+
+    def _failed(self, rollout: _Rollout, error: BaseException) -> list[Trajectory]:
         """One trajectory that says what went wrong, with what was sampled until then."""
-        what = {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": "".join(tb.format_exception(error))[-8000:], "agent": _numbers(rollout.session)}
-        more = {**({"attempts": list(causes)} if causes else {}), "trace": rollout.tracer.get_trace()}
+        what = {"status": "failed", "error": error_line(error), "traceback": "".join(tb.format_exception(error))[-8000:], "agent": _numbers(rollout.session, "failed")}
+        more = {**({"attempts": list(rollout.causes)} if rollout.causes else {}), "trace": rollout.trace()}
         kept = session_trajectories(rollout.session, **{**rollout.fields, **what})[:1]
         made = kept[0] if kept else Trajectory(**{"prompt": str(rollout.task.get(self.prompt_key, ""))[:2000], **rollout.fields, **what})
         made.update(more)
@@ -461,9 +566,27 @@ def _as_agent(given: Any, workspace: str | Path | None) -> Any:
         given = AgentConfig.load(given, workspace=workspace)
     if isinstance(given, AgentConfig):
         return Agent(given)
-    if given is not None and not callable(given) and not isinstance(given, Agent):
-        raise ConfigError(f"an agent is an AgentConfig, the path of its file, an Agent or a function (query, session=...), not {type(given).__name__}")
+    if given is not None and not isinstance(given, Agent):
+        _check_agent(given)
     return given
+
+
+_OFFERED = ("session", "client", "data", "cancel")  # what an agent of the user's own may take
+
+
+def _check_agent(given: Any) -> None:
+    """ConfigError where it cannot be called with a query."""
+    if not callable(given) or isinstance(given, type):
+        kind = f"the class {given.__name__}: make one" if isinstance(given, type) else type(given).__name__
+        raise ConfigError(f"an agent is an AgentConfig, the path of its file, an Agent or a function (query, session=...), not {kind}")
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+    try:
+        signature.bind("", **{k: None for k in _OFFERED if k in signature.parameters})
+    except TypeError as e:
+        raise ConfigError(f"the agent {getattr(given, '__name__', given)}{signature} is called with the query, and with {', '.join(_OFFERED)} where it names them: {e}") from e
 
 
 def _call_agent(function: Any, query: Any, session: Session, task: dict[str, Any]) -> Any:
@@ -476,6 +599,43 @@ def _call_agent(function: Any, query: Any, session: Session, task: dict[str, Any
     every = any(p.kind is p.VAR_KEYWORD for p in names.values())
     return function(query, **{k: v for k, v in offered.items() if every or k in names})
 
+# %% ../../nbs/43_rollout.agent.ipynb #9f5252b9
+def _awaited(value: Any, cancel: threading.Event) -> Any:
+    """A value, or what an awaitable gives; SessionClosed where it is told to stop first."""
+    if not inspect.isawaitable(value):
+        return value
+    result, error = asyncio.run(_until(value, cancel))
+    if error is not None:
+        raise error
+    return result
+
+
+async def _until(awaitable: Any, cancel: threading.Event) -> tuple[Any, BaseException | None]:
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await awaitable, None
+        except BaseException as e:  # noqa: BLE001 - raised again outside the loop
+            return None, e
+
+    task = asyncio.ensure_future(outcome())
+    while not cancel.is_set():
+        await asyncio.wait({task}, timeout=0.25)
+        if task.done():
+            return task.result()
+    task.cancel()
+    return None, SessionClosed("the rollout is over")
+
+# %% ../../nbs/43_rollout.agent.ipynb #d83e37a2
+def _why_none(rollout: _Rollout) -> Exception:
+    """What a worker has passed over that says None."""
+    if rollout.problem is not None:
+        return rollout.problem
+    if rollout.judged is not None:
+        return EvaluatorError(rollout.judged.error or "")
+    if rollout.session.failure is not None:
+        return rollout.session.failure
+    return BackendError("run_agent returned None, which says that the rollout has failed; its log has the cause")
+
 
 def _last_words(session: Session) -> str:
     turns = session.conversation.turns
@@ -484,15 +644,16 @@ def _last_words(session: Session) -> str:
 
 def _names(row: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a row that can be names in a system prompt."""
-    return {k: v for k, v in row.items() if isinstance(k, str) and k.isidentifier()}
+    return {k: v for k, v in row.items() if isinstance(k, str) and k.isidentifier() and k != "self"}
 
 
-def _numbers(session: Session) -> dict[str, Any]:
+def _numbers(session: Session, ended: str = "answer") -> dict[str, Any]:
     """What a rollout did, in numbers."""
     family, meta = session.family(), session.meta
     return {
         "turns": sum(len(s.conversation.turns) for s in family), "tool_calls": sum(s.meta.get("tool_calls", 0) for s in family), "tool_errors": sum(s.meta.get("tool_errors", 0) for s in family),
-        "seconds": round(time.monotonic() - meta["began"], 3) if "began" in meta else None, "ended": meta.get("ended", "answer"), "forks": sum(t.forked for s in family for t in s.conversation.turns),
+        "seconds": round(time.monotonic() - meta["began"], 3) if "began" in meta else None, "ended": meta.get("ended", ended), "forks": sum(t.forked for s in family for t in s.conversation.turns),
+        "tool_call_problems": sum(len(s.problems) for s in family),
     }  # fmt: skip
 
 # %% ../../nbs/43_rollout.agent.ipynb #0b5b4905
@@ -539,6 +700,16 @@ class BaseNexAURolloutWorker(AgentRolloutWorker):
             super().__init__(config, evaluator, **settings)
         self.config = config
 
+    @property
+    def evaluator(self) -> Any:
+        """The evaluator; what it raises in run_agent is remembered, whether or not that passes it over."""
+        here = _HERE.get()
+        return self._evaluator if here is None or self._evaluator is None else _Noted(self._evaluator, here, self.eval_timeout)
+
+    @evaluator.setter
+    def evaluator(self, value: Any) -> None:
+        self._evaluator = value
+
     def child_processor(
         self,
         child: Mapping[str, Any],  # a span of a trace
@@ -547,16 +718,18 @@ class BaseNexAURolloutWorker(AgentRolloutWorker):
         """Add what is known of the model's answers in a span and those within it."""
         if str(child.get("type", "")).lower() == "llm":
             number = (child.get("attributes") or {}).get("turn")
-            infos = self._infos()
-            if isinstance(number, int) and 0 <= number < len(infos):
-                trajectories.append(infos[number])
+            trajectories += [info for info in self._infos() if info["turn"]["number"] == number]
         for inner in child.get("children") or ():
             self.child_processor(inner, trajectories)
 
     def _infos(self) -> list[dict[str, Any]]:
         """Every answer of this rollout, in the order in which they were drawn."""
-        found = {id(turn): turn_info(t, turn) for t in session_trajectories(self.client.family(), data=self._rollout.task) for turn in t["turns"]}
-        return sorted(found.values(), key=lambda info: info["turn"]["number"])
+        rollout = self._rollout
+        count = sum(len(s.conversation.turns) for s in rollout.session.family())
+        if rollout.infos[0] != count:
+            found = session_trajectories(rollout.session.family(), data=rollout.task)
+            rollout.infos = count, [turn_info(t, turn) for t, turn in _learned(found)]
+        return rollout.infos[1]
 
     def _generate_tokens(
         self,
@@ -571,17 +744,37 @@ class BaseNexAURolloutWorker(AgentRolloutWorker):
     ) -> str:  # "success"
         """Hand in this rollout with a reward."""
         rollout = self._rollout
-        fields = {k: trajectory[k] for k in ("ground_truth", "extra_info") if k in trajectory}
-        found = self._trajectories(rollout, str(trajectory.get("final_answer", _last_words(rollout.session))), **fields)
-        _check_tokens(found, trajectory.get("tokens"))
-        _apply_mask(self, found, trajectory.get("loss_mask"))
-        if "reward" in trajectory:
-            s = _score_of(EvaluationRunResult(trajectory["reward"], trajectory.get("ground_truth", ""), dict(trajectory.get("metrics") or {}), dict(trajectory.get("extra_info") or {})))
-            for t in found:
-                _write(t, s)
-                t["scored_by_worker"] = True
-        rollout.put = found
+        try:
+            rollout.put = self._made(rollout, trajectory)
+        except Exception as e:
+            rollout.problem = e
+            raise
         return "success"
+
+    def _made(self, rollout: _Rollout, trajectory: Mapping[str, Any]) -> list[Trajectory]:
+        fields = {k: trajectory[k] for k in ("ground_truth", "extra_info") if k in trajectory}
+        found = self._trajectories(rollout, as_text(trajectory.get("final_answer", _last_words(rollout.session))), **fields)
+        _check_tokens(found, trajectory.get("tokens"))
+        if trajectory.get("loss_mask") is not None:
+            _apply_mask(found, trajectory["loss_mask"])
+        return self._given(found, _put_score(trajectory)) if "reward" in trajectory else found
+
+
+class _Noted(Evaluator):
+    """An evaluator as run_agent calls it: its failures are remembered with the rollout."""
+
+    def __init__(self, inner: Evaluator, rollout: _Rollout, timeout: float | None):
+        self._inner, self._rollout, self._timeout = inner, rollout, timeout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
+        s = score(self._inner, data, evaluation_target, self._timeout)
+        if s.status == "error":
+            self._rollout.judged = s
+            raise EvaluatorError(s.error)
+        return EvaluationRunResult(s.reward, s.ground_truth, s.metrics, s.extra_info)
 
 # %% ../../nbs/43_rollout.agent.ipynb #f015dd0c
 def _check_tokens(found: list[Trajectory], tokens: Any) -> None:
@@ -591,18 +784,30 @@ def _check_tokens(found: list[Trajectory], tokens: Any) -> None:
         raise DataError(f"the {len(given)} tokens that were put are not those of this rollout's conversation; leave tokens out, and they are taken from it")
 
 
-def _apply_mask(worker: BaseNexAURolloutWorker, found: list[Trajectory], mask: Any) -> None:
+def _put_score(trajectory: Mapping[str, Any]) -> Score:
+    """The reward that was put: a value, None for unscored, or an error."""
+    given = {"metrics": trajectory.get("metrics") or {}, "extra_info": trajectory.get("extra_info") or {}}
+    try:
+        return _score_of(EvaluationRunResult(trajectory["reward"], trajectory.get("ground_truth", ""), **given))
+    except (EvaluatorError, TypeError, ValueError) as e:
+        return Score("error", error=f"what was put with _put_trajectory: {error_line(e)}")
+
+
+def _apply_mask(found: list[Trajectory], mask: Any) -> None:
     """A mask with one entry an answer or one a token, on top of what was drawn."""
-    turns = [(t, turn) for t in found for turn in t["turns"] if turn["learned"]]
-    given = None if mask is None else list(mask)
-    if given is not None and len(given) == len(turns):
+    turns, given = _learned(found), _booleans(mask)
+    if given is None:
+        raise DataError(f"loss_mask must be a list of booleans, not {str(mask)[:200]}")
+    if len(given) == len(turns):
         for (t, turn), keep in zip(turns, given):
             if not keep:
                 unlearn(t, turn)
-    elif given is not None and len(found) == 1 and len(given) == len(found[0].tokens):
-        found[0].loss_mask = [int(bool(a) and bool(b)) for a, b in zip(found[0].loss_mask, given)]
-    elif given is not None:
+    elif len(found) == 1 and len(given) == len(found[0].tokens):
+        found[0].loss_mask = [int(bool(a) and b) for a, b in zip(found[0].loss_mask, given)]
+    else:
         raise DataError(f"loss_mask has {len(given)} entries; it takes one for each of the {len(turns)} answers, or one for each token of the only sequence")
+    for t in found:
+        t["masked_by_worker"] = True
 
 # %% ../../nbs/43_rollout.agent.ipynb #74cf6794
 def pig_latin(

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from ..tokens.conversation import Conversation, Prompt, Turn, branches
-from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, Trajectory
+from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, Trajectory, nearest
 
 # %% auto #0
 __all__ = ['SessionClosed', 'Reply', 'Session', 'session_trajectories']
@@ -24,8 +24,10 @@ class SessionClosed(Interrupted):
     """The rollout is over: its deadline has passed, or the run was stopped."""
 
 
+_OWN = ("max_tokens", "stop", "max_prompt")  # an agent's to say
 _GOVERNED = ("temperature", "top_p", "top_k", "min_p", "seed")  # by the recipe
 _log = logging.getLogger("nexrl_sdk.rollout.session")
+_TOLD: set[tuple[str, str]] = set()  # what the log has said already
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Session:
     ):
         self.backend, self.tokenizer = backend, backend.tokenizer if tokenizer is None else tokenizer
         self.sampling, self.max_calls, self.max_prompt = sampling or SamplingParams(), max_calls, max_prompt
+        self.template_kwargs = dict(template_kwargs or {})
         self.conversation = Conversation(self.tokenizer, system=system, template_kwargs=template_kwargs, format=format)
         self.cancel, self.meta = cancel or threading.Event(), dict(meta or {})
         self.calls = 0
@@ -75,6 +78,8 @@ class Session:
         self.overridden: dict[str, Any] = {}  # what requests asked for and the recipe governs
         self.problems: list[str] = []  # tool calls that could not be read
         self.used = time.monotonic()  # when it was last spoken to
+        self.failure: Exception | None = None  # of the last call, where it failed
+        self.over = False  # its rollout has ended
         self._lock = threading.Lock()
 
     @property
@@ -86,7 +91,7 @@ class Session:
         self,
         messages: Sequence[Mapping[str, Any]],  # the whole conversation, in OpenAI's form
         tools: Sequence[Mapping[str, Any]] | None = None,  # definitions
-        **params: Any,  # max_tokens and stop; what the recipe governs is noted and not used
+        **params: Any,  # max_tokens, stop, and max_prompt (tokens); what the recipe governs is noted and not used
     ) -> Reply:
         """The next message."""
         return self.complete_many(messages, tools, 1, **params)[0]
@@ -99,10 +104,15 @@ class Session:
         **params: Any,
     ) -> list[Reply]:
         """Several answers to one request."""
-        number = self._count(n)
-        prompt = self.conversation.prompt(messages, tools)
-        drawn = self._draw(prompt.tokens, self._params(len(prompt.tokens), number, params), n)
-        return [self._reply(prompt, c) for c in drawn]
+        self.failure = None
+        try:
+            number = self._count(n)
+            prompt = self.conversation.prompt(messages, tools)
+            drawn = self._draw(prompt.tokens, self._params(len(prompt.tokens), number, params), n)
+            return [self._reply(prompt, c) for c in drawn]
+        except Exception as e:
+            self.failure = e
+            raise
 
     def child(
         self,
@@ -114,9 +124,10 @@ class Session:
             seed = None if self.sampling.seed is None else (self.sampling.seed ^ (0xBF58476D1CE4E5B9 * (number + 1))) % (1 << 63)
             talk = self.conversation
             made = Session(
-                self.backend, tokenizer=self.tokenizer, sampling=replace(self.sampling, seed=seed), system=talk.system, template_kwargs=talk.template_kwargs,
+                self.backend, tokenizer=self.tokenizer, sampling=replace(self.sampling, seed=seed), system=talk.system, template_kwargs=self.template_kwargs,
                 format=talk.format, max_calls=self.max_calls, max_prompt=self.max_prompt, cancel=self.cancel, meta={"name": name}, order=self.order,
             )  # fmt: skip
+            made.over = self.over
             self.children.append(made)
         return made
 
@@ -125,8 +136,17 @@ class Session:
         return [self, *(s for c in list(self.children) for s in c.family())]
 
     def close(self) -> None:
-        """Answer no more."""
+        """Answer no more, and break off what is being answered."""
+        self.end()
         self.cancel.set()
+
+    def end(self) -> None:
+        """Answer no more, nor let those of sub-agents."""
+        with self._lock:
+            self.over = True
+            below = list(self.children)
+        for c in below:
+            c.end()
 
     def _count(self, n: int) -> int:
         """The number of this call."""
@@ -139,7 +159,7 @@ class Session:
             return self.calls - n
 
     def _open(self) -> None:
-        if self.cancel.is_set():
+        if self.over or self.cancel.is_set():
             raise SessionClosed("the rollout is over; its session answers no more")
 
     def _draw(self, tokens: list[int], params: SamplingParams, n: int) -> list[Completion]:
@@ -147,9 +167,9 @@ class Session:
             (found,) = self.backend.sample([tokens], params, n, stop_flag=self.cancel)
         except Interrupted as e:
             raise SessionClosed("the rollout ended while the model was answering") from e
+        self._open()
         if len(found) != n or any(c.finish_reason == "abort" for c in found):
             raise BackendError(f"the backend broke an answer off, or gave {len(found)} of {n}")
-        self._open()
         return list(found)
 
     def _reply(self, prompt: Prompt, completion: Completion) -> Reply:
@@ -166,22 +186,29 @@ class Session:
     def _params(self, length: int, number: int, given: Mapping[str, Any]) -> SamplingParams:
         """This call's parameters: the recipe's, within what the agent asks for and the context holds."""
         asked = {k: v for k, v in given.items() if v is not None}
-        if unknown := sorted(set(asked) - {"max_tokens", "stop", *_GOVERNED}):
-            raise ConfigError(f"a session takes max_tokens and stop, not {unknown[0]!r}")
+        if unknown := sorted(set(asked) - {*_OWN, *_GOVERNED}):
+            raise ConfigError(f"a session takes max_tokens, stop and max_prompt, not {unknown[0]!r}{nearest(unknown[0], [*_OWN, *_GOVERNED])}")
         for k in _GOVERNED:
-            if k in asked and asked[k] != getattr(self.sampling, k) and k not in self.overridden:
-                self.overridden[k] = asked[k]
-                _log.info("the agent asks for %s=%r; the recipe's %r is used, so that all answers are of one distribution", k, asked[k], getattr(self.sampling, k))
-        room = _room(length, self.context, self.max_prompt)
+            if k in asked and asked[k] != getattr(self.sampling, k):
+                self._override(k, asked[k])
+        limits = [m for m in (self.max_prompt, asked.get("max_prompt")) if m is not None]
+        room = _room(length, self.context, min(limits, default=None))
         most = min(x for x in (self.sampling.max_tokens, asked.get("max_tokens"), room) if x is not None)
         seed = None if self.sampling.seed is None else (self.sampling.seed + 0x9E3779B97F4A7C15 * number) % (1 << 63)
         return replace(self.sampling, max_tokens=most, stop=_stops(self.sampling.stop, asked.get("stop")), seed=seed, top_logprobs=0, prompt_logprobs=False)
+
+    def _override(self, name: str, value: Any) -> None:
+        """Note what is asked for and not used; the log is told once."""
+        self.overridden.setdefault(name, value)
+        if (name, repr(value)) not in _TOLD:
+            _TOLD.add((name, repr(value)))
+            _log.info("the agent asks for %s=%r; the recipe's %r is used, so that all answers are of one distribution", name, value, getattr(self.sampling, name))
 
 
 def _room(length: int, context: int | None, max_prompt: int | None) -> int | None:
     """Tokens that an answer may have; ContextOverflowError where there is none."""
     if max_prompt is not None and length > max_prompt:
-        raise ContextOverflowError(f"the conversation has grown to {length} tokens, more than max_prompt_length={max_prompt}")
+        raise ContextOverflowError(f"the conversation has grown to {length} tokens, more than the {max_prompt} that a prompt may have (max_prompt_length, or the agent's max_context_tokens)")
     if context is not None and length >= context:
         raise ContextOverflowError(f"the conversation has grown to {length} tokens, and the model's context of {context} must also hold an answer")
     return None if context is None else context - length
