@@ -60,7 +60,7 @@ def _say(kind: Any, error: Any, trace: Any) -> None:
     """Show a traceback without the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<string>"):
         trace = trace.tb_next
-    sys.__excepthook__(kind, error, trace)
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def run_program(task: dict[str, Any]) -> None:
