@@ -246,6 +246,11 @@ class HttpDoor(Door):
         self.base_url, self.model, self.key_env, self._request = check_url(base_url), model, key_env, dict(request)
         self._http = httpx.Client(trust_env=httpx.URL(self.base_url).host not in ("localhost", "127.0.0.1", "::1"), limits=httpx.Limits(max_connections=None))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HttpDoor) and (self.base_url, self.model, self.key_env, self._request) == (other.base_url, other.model, other.key_env, other._request)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def _key(self) -> str | None:
         if self.key_env is None:
             return None

@@ -820,14 +820,14 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     """What checks values against a schema; ConfigError where the schema is none."""
     needs("jsonschema", "jsonschema", "a schema")
     import jsonschema
-    import referencing
+    from jsonschema_specifications import REGISTRY
 
     cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         cls.check_schema(schema)
     except jsonschema.SchemaError as e:
         raise ConfigError(f"this is no JSON schema: {e.json_path}: {e.message}") from e
-    return cls(schema, registry=referencing.Registry())
+    return cls(schema, registry=REGISTRY)
 
 # %% ../../nbs/43_rollout.rewards.ipynb #d75f2e48
 class RegexFormat(Evaluator):

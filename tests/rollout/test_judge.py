@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nexrl_sdk.backend.mock import MockBackend
-from nexrl_sdk.rollout.evaluator import WeightedRewards, score
+from nexrl_sdk.rollout.evaluator import WeightedRewards, as_evaluator, score
 from nexrl_sdk.rollout.judge import Judge, Unreadable, fill, read_verdict
 from nexrl_sdk.rollout.rewards import Cached, evaluate_batch
 from nexrl_sdk.types import ConfigError
@@ -317,6 +317,22 @@ def test_verdicts_are_kept_in_a_file_by_model_and_prompt(server, tmp_path):
         assert score(cached, ROW, "x").reward == 0.5
         cached.close()
     assert len(server.asked) == 3
+
+
+class Polite(Judge):
+    def __init__(self):
+        super().__init__("Polite?\n{answer}", base_url="http://localhost:8000/v1", model="m", key_env="JUDGE_KEY")
+
+
+@pytest.mark.parametrize("evaluator", [Polite, Polite()], ids=["class", "instance"])
+def test_a_recipe_is_saved_with_its_judge_and_without_its_key(evaluator, tmp_path, monkeypatch):
+    from nexrl_sdk import Recipe
+
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    Recipe(model="mock", data=[{"prompt": "a"}], evaluator=evaluator).save(tmp_path / "r")
+    back = as_evaluator(Recipe.load(tmp_path / "r").evaluator())
+    assert back.prompt == "Polite?\n{answer}" and back.model == "m"
+    assert not [p for p in (tmp_path / "r").rglob("*") if p.is_file() and KEY in p.read_text()]
 
 
 # -- settings that cannot be meant -----------------------------------------------------------------

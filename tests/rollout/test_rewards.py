@@ -404,6 +404,7 @@ def test_a_schema_that_is_none_is_refused_and_one_elsewhere_is_not_fetched(monke
     with pytest.raises(ConfigError, match="no JSON schema"):
         JSONFormat({"type": "objekt"})
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("something was fetched"))
+    assert score(JSONFormat({"$ref": "https://json-schema.org/draft/2020-12/schema"}), {}, '{"type": 5}').reward == 0
     found = score(JSONFormat({"$ref": "http://127.0.0.1:9/schema.json"}), {}, "{}")
     assert found.status == "error" and found.reward is None
 
@@ -631,6 +632,36 @@ def test_processes_share_a_file(tmp_path):
     last = Cached(Numeric(), path)
     assert score(last, {"answer": 3}, "3").reward == 1 and last.hits == 1
     last.close()
+
+
+# -- in a recipe -----------------------------------------------------------------------------------
+
+
+class Near(Numeric):
+    def __init__(self):
+        super().__init__(relative=0.01)
+
+
+class Shaped(JSONFormat):
+    def __init__(self):
+        super().__init__({"type": "object"})
+
+
+class Kept(Cached):
+    def __init__(self):
+        super().__init__(Near(), share=5.0)
+
+
+@pytest.mark.parametrize("evaluator", [Near, Near(), Shaped, Kept, [Near, Shaped], Maths()], ids=["class", "instance", "schema", "cached", "list", "maths"])
+def test_a_recipe_is_saved_with_them(evaluator, tmp_path):
+    from nexrl_sdk import Recipe
+
+    pytest.importorskip("math_verify")
+    Recipe(model="mock", data=[{"prompt": "a", "answer": "100"}], evaluator=evaluator).save(tmp_path / "r")
+    back = as_evaluator(Recipe.load(tmp_path / "r").evaluator())
+    assert repr(back) == repr(as_evaluator(evaluator))
+    if evaluator in (Near, Kept):
+        assert [score(back, {"answer": "100"}, a).reward for a in ("101", "102")] == [1, 0]
 
 
 # -- batches ---------------------------------------------------------------------------------------
