@@ -418,12 +418,37 @@ _ELSEWHERE = {
 }
 
 
+_NEXRL = {  # keys of NexRL's own recipes that its documents do not name: what stands for them here
+    "data.rollout_repeat_n": "trajectory_pool.group_size",
+    "data.tokenizer_path": "model.tokenizer",
+    "data.max_response_length": "rollout_worker.max_tokens",
+    "data.filter_prompts": "data.overlong: drop",
+    "rollout_worker.max_response_length": "rollout_worker.max_tokens",
+    "rollout_worker.max_sequence_length": "model.max_length",
+    "service.inference_service.base_url": "service.inference_service.url",
+    "service.inference_service.model": "service.inference_service.model_tag",
+    "service.inference_service.model_path": "model.path",
+    "service.inference_service.max_tokens": "rollout_worker.max_tokens",
+    "service.inference_service.tokenizer": "model.tokenizer",
+    "service.inference_service.identifier": "service.inference_service.model_tag",
+    "algorithm.kl_ctrl": "algorithm.critic.kl_ctrl",
+    "algorithm.kl_penalty": "algorithm.kl_estimator",
+    "weight.sync_method": "weight.route",
+    "weight.sync_weight_path": "weight.path",
+    "weight.validate_freq": "validate.eval.compute_interval",
+    "validate.eval.validate_freq": "validate.eval.compute_interval",
+    "resume": "the command nexrl resume RUN",
+}
+
+
 def unknown_key(
     path: tuple[Any, ...],  # of the key that no section has
 ) -> str:
     """What is said of a key that does not exist."""
     *parents, key = (str(p) for p in path)
     dotted, section = ".".join(map(str, path)), section_at(tuple(parents))
+    if dotted in _NEXRL:
+        return f"{dotted}: unknown key; here it is {_NEXRL[dotted]}"
     if section is None:
         return f"{dotted}: unknown key"
     valid = list(fields_of(section))

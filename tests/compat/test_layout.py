@@ -213,3 +213,20 @@ def test_an_agent_without_its_file_and_a_file_without_an_agent(layout, old, new,
 def test_a_recipe_that_is_saved_elsewhere_finds_its_agent(layout, tmp_path):
     saved = Recipe.load(Recipe.load(layout).save(tmp_path / "elsewhere" / "saved"))
     assert saved.agent_settings()["agent"].name == "asker" and saved.worker_class().__name__ == "Asks"
+
+
+@pytest.mark.parametrize(
+    "section,expected",
+    [
+        ("data: {data_files: x.jsonl, rollout_repeat_n: 8, tokenizer_path: t}", ["data.rollout_repeat_n: unknown key; here it is trajectory_pool.group_size", "data.tokenizer_path: unknown key; here it is model.tokenizer"]),
+        ("service: {inference_service: {backend: vllm, base_url: 'http://x', model_path: m}}", ["service.inference_service.base_url: unknown key; here it is service.inference_service.url"]),
+        ("weight: {sync_method: disk, validate_freq: 3}", ["weight.sync_method: unknown key; here it is weight.route", "weight.validate_freq: unknown key; here it is validate.eval.compute_interval"]),
+        ("validate: {eval: {validate_freq: 2}}", ["validate.eval.validate_freq: unknown key; here it is validate.eval.compute_interval"]),
+        ("resume: {mode: auto}", ["resume: unknown key; here it is the command nexrl resume RUN"]),
+    ],
+)
+def test_keys_of_nexrls_own_recipes_are_told_where_they_are(tmp_path, section, expected):
+    (tmp_path / "a.yaml").write_text(section)
+    with pytest.raises(ConfigError) as e:
+        Recipe.load(tmp_path / "a.yaml")
+    assert all(text in str(e.value) for text in expected), e.value

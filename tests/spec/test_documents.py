@@ -938,3 +938,9 @@ def _monitor(block: Block, world: w.World) -> None:
     tracker = ActivityTracker({"wandb": SimpleNamespace(log=lambda step, metrics: logged.append((step, dict(metrics))), close=lambda: None)})  # type: ignore[dict-item]
     w.run(block.body, self=SimpleNamespace(_activity_tracker=tracker), value=0.5, count=3, current_step=7)
     assert logged == [(7, {"custom_metric": 0.5, "agent_calls": 3})]
+
+
+def test_the_copy_that_other_tests_read_is_the_document():
+    """`tests/trainer/test_custom_trainers.py` goes through that page where the documents are not at hand, too."""
+    copy = Path(__file__).parents[1] / "trainer" / "custom_trainers.md"
+    assert copy.read_bytes() == (FOLDER / "custom-trainers.md").read_bytes()
