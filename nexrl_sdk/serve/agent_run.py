@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import inspect
 import json
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -132,10 +134,13 @@ class _Child:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None, said: bytes):
         try:
             self.process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(env), cwd=cwd, start_new_session=True)
-        except (OSError, ValueError) as e:
+        except (FileNotFoundError, PermissionError, NotADirectoryError, ValueError) as e:
             raise ConfigError(f"the agent's command {command[0]!r} cannot be started: {e}") from e
+        except OSError as e:  # the machine is out of something, for now
+            raise AgentError(f"the agent's process could not be started: {e}") from e
         assert self.process.stdin is not None and self.process.stdout is not None and self.process.stderr is not None
         self.out, self.err, self.done = _Tail(self.process.stdout, 1 << 20), _Tail(self.process.stderr, 1 << 14), threading.Event()
+        _RUNNING.add(self)
         threading.Thread(target=self._feed, args=(self.process.stdin, said), name="nexrl-agent-input", daemon=True).start()
         threading.Thread(target=self._watch, name="nexrl-agent-end", daemon=True).start()
 
@@ -154,6 +159,7 @@ class _Child:
             self._signal(signal.SIGTERM)
             self.done.wait(grace)
         self._signal(signal.SIGKILL)
+        _RUNNING.discard(self)
         return self.process.wait()
 
     def _signal(self, number: int) -> None:
@@ -165,6 +171,15 @@ class _Child:
         for tail, stream in ((self.out, self.process.stdout), (self.err, self.process.stderr)):
             if not tail.is_alive() and stream is not None:  # somebody may hold the other end: then it stays
                 stream.close()
+
+
+_RUNNING: weakref.WeakSet[_Child] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for child in list(_RUNNING):
+        child.end(0.0)
 
 # %% ../../nbs/84_serve.agent_run.ipynb #7855f1a3
 def run_command(

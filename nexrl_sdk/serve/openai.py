@@ -67,6 +67,7 @@ class Flights:
     def __init__(self, session: Session):
         self.session, self.closed = session, False
         self._all: list[Flight] = []
+        self._failed: dict[bytes, int] = {}  # requests that were answered with an error and may come again, by body
         self._lock = threading.Lock()
 
     def begin(self, body: bytes) -> Flight:
@@ -85,8 +86,11 @@ class Flights:
         now = time.monotonic()
         with self._lock:
             self._all = [f for f in self._all if f.lost or f.ended is None or now - f.ended < KEPT]
-            same = [f for f in self._all if f.body == body]
-            found = next((f for f in same if f.lost), None) or next((f for f in same if f.repeats < repeat), None)
+            if repeat and self._failed.get(body):
+                self._failed[body] -= 1
+                return None
+            same = [f for f in self._all if f.body == body and (f.lost or f.repeats < repeat)]
+            found = min(same, key=lambda f: (not f.lost, f.given), default=None)
             if found is not None:
                 found.waiting, found.repeats = found.waiting + 1, found.repeats + 1
             return found
@@ -94,6 +98,7 @@ class Flights:
     def forget(self, flight: Flight) -> None:
         """It failed: a repetition is a new request."""
         with self._lock:
+            self._failed[flight.body] = self._failed.get(flight.body, 0) + flight.waiting
             self._all = [f for f in self._all if f is not flight]
 
     def keep(self, flight: Flight, turns: Sequence[Turn]) -> None:
@@ -134,6 +139,7 @@ class ProxySession:
         self.url, self.api_key = f"{base}/session/{self.id}/v1", key or self.id
         self.flights, self.shown = Flights(session), Shown()
         self.continued: list[tuple[Turn, str]] = []  # answers to texts, and the text up to their ends
+        self.overflow: ContextOverflowError | None = None  # what the last request was refused with
         self._leave, self._owned = leave, owned
 
     def close(self) -> None:
@@ -202,16 +208,21 @@ def cut(
 
 # %% ../../nbs/85_serve.openai.ipynb #85cc6ef9
 def draw(
-    session: Session,
+    place: ProxySession,
     make: Callable[[], Prompt],
     options: Options,
     most: int | None,  # tokens of an answer
     top: int,  # likeliest tokens that are wanted with each
 ) -> list[tuple[Reply, Completion]]:
     """The answers to one request."""
+    session = place.session
     number = session._count(options.n)
-    prompt = make()
-    params = session._params(len(prompt.tokens), number, {**options.asked(), "max_tokens": most})
+    try:
+        prompt, place.overflow = make(), None
+        params = session._params(len(prompt.tokens), number, {**options.asked(), "max_tokens": most})
+    except ContextOverflowError as e:
+        place.overflow = e
+        raise
     found = session._draw(prompt.tokens, replace(params, top_logprobs=top), options.n)
     return [(session._reply(prompt, c), c) for c in found]
 
@@ -228,7 +239,7 @@ def answer_chat(
     messages, key = place.shown.restored(read_messages(asked.messages))
     tools = read_tools(asked)
     _note(place.session, noted)
-    found = draw(place.session, lambda: place.session.conversation.prompt(messages, tools), asked, asked.max_tokens or asked.max_completion_tokens, asked.top_logprobs)
+    found = draw(place, lambda: place.session.conversation.prompt(messages, tools), asked, asked.max_tokens or asked.max_completion_tokens, asked.top_logprobs)
     choices = [_choice(place, reply, c, asked, key) for reply, c in found]
     return _answered(model, choices, [r for r, _ in found], True)
 
@@ -269,7 +280,7 @@ def answer_text(
     tokenizer = place.session.tokenizer
     given = read_prompt(asked.prompt, _vocabulary(tokenizer))
     _note(place.session, noted)
-    found = draw(place.session, lambda: continuation(place, given), asked, asked.max_tokens or 16, asked.logprobs or 0)
+    found = draw(place, lambda: continuation(place, given), asked, asked.max_tokens or 16, asked.logprobs or 0)
     choices = []
     for reply, c in found:
         begun = given if isinstance(given, str) else _plain_text(tokenizer, given)
@@ -730,9 +741,20 @@ class ProxyAgent:
         """The agent's final answer."""
         row = {"query": query, **data}
         with self.proxy.attach(session) as place:
-            if callable(self.agent):
-                return run_function(self.agent, place.url, row, timeout=self.timeout, cancel=cancel)
-            return run_command(self.agent, place.url, row, api_key=place.api_key, timeout=self.timeout, cancel=cancel, env=self.env, cwd=self.cwd)
+            try:
+                return self._run(place, row, cancel)
+            except AgentError as e:
+                if place.overflow is None:
+                    raise
+                if not session.conversation.turns:
+                    raise place.overflow from e
+        session.meta["ended"] = "context"
+        return None
+
+    def _run(self, place: ProxySession, row: dict[str, Any], cancel: threading.Event) -> str | None:
+        if callable(self.agent):
+            return run_function(self.agent, place.url, row, timeout=self.timeout, cancel=cancel)
+        return run_command(self.agent, place.url, row, api_key=place.api_key, timeout=self.timeout, cancel=cancel, env=self.env, cwd=self.cwd)
 
     def close(self) -> None:
         """End the proxy, where it is its own; calling it again does nothing."""

@@ -138,6 +138,21 @@ def test_the_same_question_asked_twice_is_two_samples(proxies: Any) -> None:
     assert_exact(backend.drawn, place.trajectories())
 
 
+def test_a_failed_one_of_two_samples_is_drawn_again(proxies: Any) -> None:
+    def answer(prompt: str, number: int) -> str:
+        if number == 1:
+            raise BackendError("the server is away")
+        return f"Answer {number}."
+
+    backend = Scripted(answer)
+    place = proxies(backend).session()
+    first = Counted(place.url)
+    assert first.ask().choices[0].message.content == "Answer 0."
+    assert Counted(place.url).ask().choices[0].message.content == "Answer 2."  # repeated after an error: not the first one's
+    assert backend.calls == 3
+    assert_exact(backend.drawn, place.trajectories())
+
+
 def test_a_lost_answer_is_found_by_any_client(proxies: Any) -> None:
     backend, gate = gated()
     place = proxies(backend).session()

@@ -17,6 +17,7 @@ from proxy_data import AGENT, THREE_TURNS, Scripted, Written, assert_exact
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
 from nexrl_sdk.backend.local import LocalBackend
+from nexrl_sdk.rollout.agent import AgentRolloutWorker
 from nexrl_sdk.rollout.session import Session, session_trajectories
 from nexrl_sdk.serve.agent_run import AgentError
 from nexrl_sdk.serve.openai import CaptureProxy, proxied
@@ -66,6 +67,33 @@ def test_an_agent_in_its_own_process_is_kept_token_for_token(proxies: Any) -> No
     assert [t["message"].get("tool_calls", [{}])[0].get("function", {}).get("name") for t in trajectory["turns"]] == ["add", "name_of", None]
     end = backend.tokenizer.convert_tokens_to_ids("<|end|>")
     assert list(trajectory.tokens).count(end) == 8  # the tools, six messages, and the final answer; not the one in a tool's output
+
+
+def test_a_worker_runs_agents_in_processes_of_their_own(proxies: Any) -> None:
+    backend = Scripted(lambda prompt, number: THREE_TURNS[prompt.count("<|assistant|>") - 1])
+    worker = AgentRolloutWorker(
+        backend, lambda row, answer: float(row["is"] in answer), agent=proxied([sys.executable, str(AGENT)], proxy=proxies(None)),
+        group_size=2, sampling=SamplingParams(max_tokens=500), seed=1, timeout=100,
+    )  # fmt: skip
+    found = list(worker.run([{"prompt": "What?", "question": "What is 12 + 30?", "is": "answer"}, {"prompt": "What?", "question": "And 13 + 30?", "is": "nothing"}]))
+    assert [t.reward for t in found] == [1.0, 1.0, 0.0, 0.0] and all(t["final_answer"] == "It is the answer." for t in found)
+    assert_exact(backend.drawn, found)
+
+
+def test_an_agent_that_runs_out_of_context_is_unfinished(proxies: Any) -> None:
+    def agent(base_url: str, row: dict[str, Any]) -> str:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        with openai.OpenAI(base_url=base_url, api_key="x") as mine:
+            while True:
+                messages += [mine.chat.completions.create(model="m", messages=messages).choices[0].message, {"role": "user", "content": "Go on."}]
+
+    def run(unfinished: str, prompt: str) -> Any:
+        worker = AgentRolloutWorker(Scripted(context=120), lambda row, answer: 1.0, agent=proxied(agent, proxy=proxies(None)), group_size=1, unfinished=unfinished)
+        return worker.run([{"prompt": prompt}])[0]
+
+    scored, failed, at_once = run("score", "Begin."), run("fail", "Begin."), run("score", "x" * 200)
+    assert scored.reward == 1.0 and scored["agent"]["ended"] == "context" and len(scored["turns"]) > 1
+    assert failed.status == at_once.status == "failed" and "ContextOverflowError" in failed["error"] and "ContextOverflowError" in at_once["error"]
 
 
 def test_an_agent_on_a_model_is_kept_token_for_token(tiny: Callable[..., Path], proxies: Any, client: Any) -> None:
