@@ -145,9 +145,12 @@ class Conversation:
         return turn
 
     def _shown(self, parsed: Parsed) -> dict[str, Any]:
-        """An answer for the template: where that knows no reasoning, it stands in the content, as the model wrote it."""
-        message = template_message(parsed.message)
-        if parsed.thought and "reasoning" not in str(getattr(self.tokenizer, "chat_template", "")):
+        """An answer for the template: what that knows no place for stands in the content, as the model wrote it."""
+        message, template = template_message(parsed.message), str(getattr(self.tokenizer, "chat_template", ""))
+        if "tool_calls" in message and "tool_calls" not in template:
+            del message["tool_calls"]
+            message["content"] = parsed.written
+        if parsed.thought and "reasoning" not in template:
             message.pop("reasoning_content", None)
             message["content"] = parsed.thought + message["content"]
         return message

@@ -74,6 +74,7 @@ class Parsed:
     message: dict[str, Any]  # role, content; reasoning_content and tool_calls where there are any
     problem: str | None = None  # why a tool call could not be read
     thought: str = ""  # the reasoning with its tags, as it was written
+    written: str = ""  # and what came behind it, calls and all
 
 
 @dataclass
@@ -83,6 +84,7 @@ class _Read:
     content: str = ""
     reasoning: str = ""
     thought: str = ""  # with its tags
+    written: str = ""  # what came behind it
     calls: list[tuple[str, str, str]] = field(default_factory=list)  # (name, arguments as JSON text, the id that the model gave, or "")
     problems: list[str] = field(default_factory=list)
 
@@ -141,7 +143,7 @@ def _parsed(tokenizer: Any, text: str, prefix: str, tools: Sequence[Mapping[str,
     if read.calls:
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         message["tool_calls"] = [{"id": i or _call_id(digest, n), "type": "function", "function": {"name": f, "arguments": a}} for n, (f, a, i) in enumerate(read.calls)]
-    return Parsed(message, "; ".join(read.problems[:20]) or None, read.thought)
+    return Parsed(message, "; ".join(read.problems[:20]) or None, read.thought, read.written)
 
 
 def _call_id(answer: bytes, n: int) -> str:
@@ -162,7 +164,7 @@ def _by_own(template: Any, text: str, prefix: str, tools: Sequence[Mapping[str, 
     except (ValueError, LookupError, TypeError, RecursionError) as e:
         return _Read(text, problems=[f"the tokenizer's response template cannot read the answer: {type(e).__name__}: {str(e)[:200]}"])
     read = _Read(str(found.get("content") or ""), str(found.get("reasoning_content") or found.get("reasoning") or found.get("thinking") or ""))
-    read.thought = read.reasoning
+    read.thought, read.written = read.reasoning, text
     for call in found.get("tool_calls") or ():
         said = call.get("function", call) if isinstance(call, Mapping) else call
         read.take([said], said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str))
@@ -173,7 +175,7 @@ def _by_format(form: Format, text: str, prefix: str, tools: Sequence[Mapping[str
     """By where reasoning and calls begin and end."""
     opened = _OPENED.search(prefix[-200:])
     reasoning, at = _reasoning(text, opened is not None)
-    read, begin, end = _Read("", reasoning, (opened[0] if opened else "") + text[:at] if at else ""), re.compile(form.begin), re.compile(form.end)
+    read, begin, end = _Read("", reasoning, (opened[0] if opened else "") + text[:at] if at else "", text[at:]), re.compile(form.begin), re.compile(form.end)
     if form.alone and (calls := _alone(text[at:])) is not None:
         read.take(calls, "")
         return read

@@ -194,7 +194,7 @@ class Trial:
                     value = value.replace(t, "@" * len(t))
                 return value
             if isinstance(value, dict):
-                return {k: harmless(v) for k, v in value.items()}
+                return {harmless(k): harmless(v) for k, v in value.items()}
             return [harmless(v) for v in value] if isinstance(value, list) else value
 
         text = _template(self.tokenizer, harmless(prompt.messages), True, kwargs)
