@@ -976,7 +976,8 @@ class _Store:
         if self._pid != os.getpid():  # a connection does not survive a fork
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self.path, timeout=30, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
+            with contextlib.suppress(sqlite3.OperationalError):  # another process has just done so
+                self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("CREATE TABLE IF NOT EXISTS scores (number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE NOT NULL, value TEXT NOT NULL)")
             self._pid = os.getpid()
@@ -1089,8 +1090,7 @@ class Cached(Evaluator):
     def _get(self, key: str) -> EvaluationRunResult | None:
         with self._lock:
             text = self._memory.get(key)
-        if text is None and self._file is not None:
-            text = self._file.get(key)
+        text = self._from_file(lambda file: file.get(key)) if text is None else text
         try:
             found = None if text is None else _read(text)
         except (ValueError, TypeError, KeyError):  # a damaged line is as good as none
@@ -1104,16 +1104,20 @@ class Cached(Evaluator):
         text = dumps({"result": {k: getattr(result, k) for k in RESULT_KEYS}})
         if score(_Fixed(result), {}, "").status == "error" or _LOST in text:
             return None
-        if self._file is not None:
-            try:
-                self._file.put(key, text)
-            except DataError as e:  # a full disk costs a computation, not a score
-                logging.getLogger(__name__).warning("%s", e)
+        self._from_file(lambda file: file.put(key, text))
         with self._lock:
             self._memory[key] = text
             while len(self._memory) > self.max_entries:
                 self._memory.popitem(last=False)
         return text
+
+    def _from_file(self, call: Callable[[_Store], Any]) -> Any:
+        """What the file says, if there is one: a full disk costs a computation, not a score."""
+        try:
+            return None if self._file is None else call(self._file)
+        except DataError as e:
+            logging.getLogger(__name__).warning("%s", e)
+            return None
 
     def close(self) -> None:
         """Let go of the file."""

@@ -386,7 +386,7 @@ def test_fences():
     assert [score(JSONFormat(fence=f), {}, a).reward for f in ("allowed", "required", "forbidden") for a in (fenced, plain)] == [1, 1, 1, 0, 0, 1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab", max_size=3), lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from("abc"), x, max_size=3), max_leaves=6))
 def test_schemas_as_jsonschema_has_them(value):
     jsonschema = pytest.importorskip("jsonschema")
@@ -619,6 +619,14 @@ def test_a_damaged_file_is_said_and_a_damaged_line_is_computed_again(tmp_path):
         db.execute("UPDATE scores SET value = ?", ('{"broken',))
     db.close()
     assert score(Cached(Counting(), good), {}, "a").status == "ok" and len(CALLS) == 2
+
+
+def test_a_file_that_fails_later_costs_a_computation_and_no_score(tmp_path, caplog):
+    cached = Cached(Counting(), tmp_path / "c.sqlite")
+    cached._file._db.execute("DROP TABLE scores")
+    assert [score(cached, {}, "a").status for _ in range(2)] == ["ok", "ok"] and len(CALLS) == 1  # memory has it still
+    assert "cannot be used as a cache" in caplog.text
+    cached.close()
 
 
 @pytest.mark.timeout(120)
