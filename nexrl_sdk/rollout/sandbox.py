@@ -76,9 +76,8 @@ def seccomp_filter(
         rules += [(equal, 0, 1, number), (back, 0, 0, _ERROR | 1)] if number >= 0 else []
     rules += [(equal, 0, 1, clone3), (back, 0, 0, _ERROR | 38)]  # its flags cannot be read here: the C library falls back on clone
     rules += [(equal, 0, 4, clone), (load, 0, 0, 16), (set_, 0, 1, _NAMESPACES & ~0x80), (back, 0, 0, _ERROR | 1), (back, 0, 0, _ALLOW)]
-    families = [(equal, 4 - i, 0, family) for i, family in enumerate((1, 2, 10))]
-    rules += [(equal, 0, 6, socket), (load, 0, 0, 16), *families, (back, 0, 0, _ERROR | 97), (back, 0, 0, _ALLOW), (back, 0, 0, _ALLOW)]
-    return b"".join(struct.pack("=HBBI", *r) for r in [*rules, (back, 0, 0, _ALLOW)])
+    rules += [(equal, 0, 3, socket), (load, 0, 0, 16), (equal, 1, 0, 1), (back, 0, 0, _ERROR | 97), (back, 0, 0, _ALLOW)]  # AF_UNIX alone
+    return b"".join(struct.pack("=HBBI", *r) for r in rules)
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #1361bd0b
 _ASK = "import json,os,sys,sysconfig;p=sysconfig.get_path;print(json.dumps([os.path.realpath(getattr(sys,'_base_executable','') or sys.executable),sys.base_prefix,p('stdlib'),p('platstdlib')]))"
@@ -346,7 +345,7 @@ class _Jobs:
         job = _Job(process, {fd: bytearray() for fd in [*printed, *reads]}, printed, ready, info if wrapped else -1)
         self.jobs.append(job)
         self.close(*handed, source)
-        for fd in [*job.streams, ready]:
+        for fd in [*job.streams, ready, info]:
             os.set_blocking(fd, False)
         return job
 
@@ -427,10 +426,12 @@ class _Jobs:
             return
         try:
             pid = int(json.loads(os.read(job.info, 4096).partition(b"}")[0] + b"}")["child-pid"])
-            job.first = pid, os.pidfd_open(pid)
-        except (ValueError, ProcessLookupError):  # it was never made, or has ended
+            fd = os.pidfd_open(pid)
+        except (ValueError, OSError):  # it was never made, or has ended
             return
-        self.open.add(job.first[1])
+        self.open.add(fd)
+        with suppress(OSError):  # it has ended, and its id may be another's
+            job.first = (pid, fd) if _is_first(pid) else None
 
     def _look(self) -> None:
         """End what uses more memory, or has more files, than all its processes may."""
@@ -459,14 +460,17 @@ class _Jobs:
         if job.first is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(job.first[1], signal.SIGKILL)
-            select.select([job.first[1]], [], [], STARTUP_SECONDS)
+            ended = select.poll()
+            ended.register(job.first[1], select.POLLIN)
+            ended.poll(STARTUP_SECONDS * 1000)
 
     def _reap(self, job: _Job) -> None:
         """Take the exit code of a job that has ended, or is about to, and end what it left behind."""
         if job.ended is None:
-            job.process.wait()
+            os.waitid(os.P_PID, job.process.pid, os.WEXITED | os.WNOWAIT)  # until it is taken, nobody else gets its process id
             job.ended = time.monotonic()
             self._end_within(job)
+            job.process.wait()
 
     def result(self, job: _Job) -> SandboxResult:
         """What became of a job; EvaluatorError where its program never began."""
@@ -505,7 +509,7 @@ def _limits(sandbox: Sandbox) -> dict[str, tuple[int, int]]:
     """rlimits: soft and hard."""
     seconds = math.ceil(sandbox.cpu_seconds)
     limits = {"RLIMIT_CPU": (seconds, seconds + 1), "RLIMIT_AS": (sandbox.memory,) * 2, "RLIMIT_FSIZE": (sandbox.disk,) * 2, "RLIMIT_NOFILE": (64, 64)}
-    limits |= {"RLIMIT_CORE": (0, 0), "RLIMIT_MSGQUEUE": (0, 0), "RLIMIT_MEMLOCK": (0, 0)}
+    limits |= {"RLIMIT_CORE": (0, 0), "RLIMIT_MSGQUEUE": (0, 0), "RLIMIT_MEMLOCK": (0, 0), "RLIMIT_SIGPENDING": (1024, 1024)}
     if sandbox.mode != "none":  # there, it would count all processes of this user
         processes = sandbox.processes + (sandbox.mode == "namespace")  # bubblewrap's own first process is counted there
         limits["RLIMIT_NPROC"] = (processes, processes)
@@ -527,6 +531,12 @@ def _wrapped(sandbox: Sandbox, rules: int, info: int) -> list[str]:
     ]  # fmt: skip
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #4ac27957
+def _is_first(pid: int) -> bool:
+    """Whether a process is the first of its process namespace."""
+    ids = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid:")).split()[1:]
+    return len(ids) > 1 and ids[-1] == "1"
+
+
 def _children(pid: int) -> list[int]:
     """A process's children."""
     try:
@@ -584,12 +594,13 @@ def _memory_of(pid: int) -> int:
 
 
 def _files_of(pid: int) -> int:
-    """How many files a sandbox's folder has; 0 where it cannot be seen."""
-    try:
-        seen = os.statvfs(f"/proc/{pid}/root/work")
-    except OSError:
-        return 0
-    return seen.f_files - seen.f_ffree
+    """How many files a sandbox has; those of a folder that cannot be seen are not counted."""
+    found = 0
+    for folder in ("work", "dev/shm"):
+        with suppress(OSError):
+            seen = os.statvfs(f"/proc/{pid}/root/{folder}")
+            found += seen.f_files - seen.f_ffree
+    return found
 
 
 def _end_group(pid: int) -> None:

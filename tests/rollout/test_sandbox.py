@@ -189,7 +189,7 @@ def test_as_somebody_who_is_not_root(tmp_path: Path) -> None:
         pytest.skip(f"that user cannot import the package here: {done.stderr.strip().splitlines()[-1]}")
     if done.stdout.split()[:1] == ["none"]:
         pytest.skip("user namespaces are refused here")
-    assert done.stdout.splitlines() == ["namespace", "unreachable"], done
+    assert done.stdout.splitlines() == ["namespace", "protocol"], done
 
 
 def test_the_filter_has_the_kernels_numbers() -> None:
