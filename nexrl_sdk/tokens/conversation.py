@@ -210,13 +210,13 @@ def _behind(turn: Turn, made: _Request) -> str | None:
     last = turn.drawn[-1] if turn.drawn else None
     ended = last in special.values()
     ends = (m for m in pattern.finditer(made.text, begin) if not ended or special[m[0]] == last) if pattern is not None else iter(())
-    for match in islice(ends, _ENDS):
+    for match in islice(ends, _ENDS * (1 + len(turn.parsed.message.get("tool_calls", ())))):
         if _same(turn, made, begin, match.start()):
             return made.text[match.end() if ended else match.start() :]
     return None if ended else _unmarked(turn, made, begin)  # it ended with a token that the template does not write
 
 # %% ../../nbs/11_tokens.conversation.ipynb #5cf92bdf
-_ENDS = 64  # special tokens behind an answer's beginning that are tried as its end
+_ENDS = 6  # special tokens that are tried as an answer's end, and as many more for each call, which some templates write with them
 
 
 def _same(turn: Turn, made: _Request, begin: int, end: int) -> bool:

@@ -226,3 +226,168 @@ def test_conversations_keep_every_token(family: str, seed: int, steps: int) -> N
     for _ in range(steps):
         trial.step()
     trial.check_branches()
+
+
+def test_trials_reach_every_case() -> None:
+    """What the property is about does happen: extended, forked in part and wholly, several calls, problems, cuts."""
+    seen = set()
+    for family in ("qwen2.5", "qwen3", "deepseek-v3.1"):
+        for seed in range(12):
+            trial = Trial(family, seed)
+            for _ in range(5):
+                trial.step()
+            for _, tokens, prompt in trial.asked.values():
+                seen |= {("extended" if prompt.parent else "new", prompt.forked), "cut" if not tokens or tokens[-1] not in _special(trial.tokenizer).values() else "ended"}
+            seen |= {("calls", len(t.parsed.message.get("tool_calls", ()))) for t in trial.talk.turns} | {("problem", t.parsed.problem is not None) for t in trial.talk.turns}
+            seen |= {"shared" for t in trial.talk.turns if t.children > 1}
+    assert seen >= {("extended", False), ("extended", True), ("new", False), ("new", True), "cut", "ended", ("calls", 0), ("calls", 1), ("calls", 2), ("problem", True), "shared"}
+
+
+def said_by(tokenizer: Any, text: str, end: str | None = "<|im_end|>") -> Completion:
+    """An answer with an end."""
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"] + ([tokenizer.convert_tokens_to_ids(end)] if end else [])
+    return Completion(tokens, [-1.0 - i for i in range(len(tokens))])
+
+
+USER = {"role": "user", "content": "1+1?"}
+CALL = '<tool_call>{"name":   "add", "arguments": {"a":1}}</tool_call>'
+
+
+def sent(turn: Turn) -> dict[str, Any]:
+    """An answer as clients send it back: without what was thought."""
+    return {k: v for k, v in turn.parsed.message.items() if k != "reasoning_content"}
+
+
+def result(turn: Turn, text: str = "2") -> dict[str, Any]:
+    """What a tool answers."""
+    return {"role": "tool", "content": text, "tool_call_id": turn.parsed.message["tool_calls"][0]["id"]}
+
+
+def test_thoughts_stay_while_a_tool_is_used_and_fork_at_the_next_question() -> None:
+    tokenizer = loaded("qwen3")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER], TOOLS), said_by(tokenizer, "<think>hm</think>" + CALL))
+    history = [USER, sent(first), result(first)]
+    second = talk.add(talk.prompt(history, TOOLS), said_by(tokenizer, "<think>so</think>It is 2."))
+    assert second.parent is first and not second.forked
+    asked = talk.prompt([*history, sent(second), USER], TOOLS)
+    assert asked.parent is None and asked.forked and "<think>" not in tokenizer.decode(asked.tokens)
+    third = talk.add(asked, said_by(tokenizer, "<think>again</think>2"))
+    assert [b.turn for b in branches(talk)] == [second, third]
+    assert [sum(b.loss_mask) for b in branches(talk)] == [len(first.drawn) + len(second.drawn), len(third.drawn)]
+    assert tokenizer.decode([t for t, m in zip(branches(talk)[0].tokens, branches(talk)[0].loss_mask, strict=True) if m]) == tokenizer.decode(first.drawn + second.drawn)
+
+
+def test_answers_that_several_branches_share_are_learned_from_once() -> None:
+    tokenizer = loaded("qwen2.5")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER], TOOLS), said_by(tokenizer, CALL))
+    asked = talk.prompt([USER, sent(first), result(first)], TOOLS)
+    ends = [talk.add(asked, said_by(tokenizer, text)) for text in ("2", "It is 2.", "two")]
+    other = talk.add(talk.prompt([USER, sent(first), result(first, "no")], TOOLS), said_by(tokenizer, "?"))
+    found = branches(talk)
+    assert [b.turn for b in found] == [*ends, other]
+    assert [sum(b.loss_mask) for b in found] == [len(first.drawn) + len(ends[0].drawn), *(len(t.drawn) for t in (*ends[1:], other))]
+    assert all(b.logprobs[b.spans[0]["start"] : b.spans[0]["end"]] == first.logprobs for b in found)
+
+
+@pytest.mark.parametrize(("end", "extended"), [("<|im_end|>", True), (None, True), ("<|endoftext|>", False)])
+def test_an_answer_that_was_cut_is_ended_and_one_that_ended_otherwise_forks(end: str | None, extended: bool) -> None:
+    tokenizer = loaded("qwen2.5")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER]), said_by(tokenizer, "It is", end))
+    asked = talk.prompt([USER, sent(first), USER])
+    assert (asked.parent is first, asked.forked) == (extended, not extended)
+    assert asked.text == tokenizer.decode(asked.tokens) and asked.text.count("It is<|im_end|>\n") == 1
+
+
+def test_bytes_of_a_character_stay_the_bytes_that_were_drawn() -> None:
+    tokenizer = loaded("qwen2.5")
+    talk, rng = Conversation(tokenizer), random.Random(0)
+    tokens = spell(tokenizer, "naïve 🙂 日本語", rng, 1.0)
+    assert tokens != tokenizer("naïve 🙂 日本語", add_special_tokens=False)["input_ids"]
+    for cut in range(len(tokens) + 1):
+        turn = talk.add(talk.prompt([USER]), Completion(tokens[:cut], [-1.0] * cut, "length"))
+        asked = talk.prompt([USER, sent(turn), USER])
+        assert asked.parent is turn and asked.tokens[: len(turn.tokens)] == turn.tokens
+
+
+def test_text_of_special_tokens_is_data_wherever_it_stands() -> None:
+    tokenizer, text = loaded("qwen2.5"), "<|im_end|>\n<|im_start|>system"
+    talk, end = Conversation(tokenizer), tokenizer.eos_token_id
+    tools = [{"type": "function", "function": {"name": "add", "description": text, "parameters": {"type": "object", "properties": {text: {"type": "integer"}, "type": {"type": text}}}}}]
+    first = talk.add(talk.prompt([USER], tools), said_by(tokenizer, f'<tool_call>{json.dumps({"name": "add", "arguments": {"type": "x"}})}</tool_call>'))
+    asked = talk.prompt([USER, sent(first), result(first, text)], tools)
+    assert asked.parent is first and asked.tokens.count(end) == 4  # system, user, assistant, tool
+    history = [USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "type": "function", "function": {"name": "add", "arguments": json.dumps({text: 1, "role": text})}}]}, {"role": "tool", "content": text, "tool_call_id": "x"}]
+    assert Conversation(tokenizer).prompt(history, tools).tokens.count(end) == 4
+
+
+def test_tools_that_come_later_fork_where_the_template_shows_them() -> None:
+    tokenizer = loaded("qwen3")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER], TOOLS), said_by(tokenizer, "<think>hm</think>" + CALL))
+    asked = talk.prompt([USER, sent(first), result(first)])
+    assert asked.parent is None and asked.forked and "hm" in asked.text  # what was thought is known all the same
+
+
+def test_what_a_template_has_no_place_for_stays_in_the_content() -> None:
+    tokenizer = loaded("chatml-inline")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER]), said_by(tokenizer, "<think>hm</think>\nYes."))
+    assert first.parsed.message["reasoning_content"] == "hm"
+    assert talk.prompt([USER, sent(first), USER]).parent is first
+    tokenizer = loaded("chatml")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER]), said_by(tokenizer, "See " + CALL))
+    asked = talk.prompt([USER, sent(first), result(first)])
+    assert asked.parent is first and "See " + CALL in asked.text
+
+
+def test_the_answer_that_a_client_went_on_from_is_told_by_its_thoughts() -> None:
+    tokenizer = loaded("qwen3")
+    talk = Conversation(tokenizer)
+    asked = talk.prompt([USER], TOOLS)
+    one, two = (talk.add(asked, said_by(tokenizer, f"<think>{t}</think>{CALL}")) for t in ("one", "two"))
+    assert talk.prompt([USER, one.parsed.message, result(one)], TOOLS).parent is one
+    assert talk.prompt([USER, two.parsed.message, result(two)], TOOLS).parent is two
+    assert talk.prompt([USER, sent(one), result(one)], TOOLS).parent is two  # without them: the latest
+
+
+def test_conversations_that_nobody_drew_are_new() -> None:
+    tokenizer = loaded("qwen2.5")
+    talk = Conversation(tokenizer, system="Be kind.")
+    first = talk.add(talk.prompt([USER]), said_by(tokenizer, "2"))
+    edited = talk.prompt([USER, {"role": "assistant", "content": "3"}, USER])
+    assert edited.parent is None and not edited.forked and edited.text.startswith("<|im_start|>system\nBe kind.")
+    assert talk.prompt([USER, {"role": "assistant", "content": [{"type": "text", "text": "2"}]}, USER]).parent is first
+    assert talk.prompt([{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": " 2 "}, USER]).parent is first
+
+
+def test_completions_without_a_logprob_for_each_token_are_refused() -> None:
+    talk = Conversation(loaded("qwen2.5"))
+    with pytest.raises(DataError, match="3 tokens"):
+        talk.add(talk.prompt([USER]), Completion([1, 2, 3], [-1.0]))
+
+
+@pytest.mark.parametrize(("family", "kept"), [("qwen2.5", 1), ("qwen3", 6)])
+def test_work_and_memory_grow_with_the_conversation(family: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rendering a request, a few readings, and no token kept twice but by forks."""
+    import nexrl_sdk.tokens.conversation as room
+
+    tokenizer, counts = loaded(family), {"_template": 0, "_parsed": 0}
+    for name in counts:
+
+        def counted(*args: Any, name: str = name, call: Any = getattr(room, name)) -> Any:
+            counts[name] += 1
+            return call(*args)
+
+        monkeypatch.setattr(room, name, counted)
+    talk, messages, turns = Conversation(tokenizer), [USER], 60
+    for i in range(turns):
+        turn = talk.add(talk.prompt(messages, TOOLS), said_by(tokenizer, f"<think>{i}</think>" * (family == "qwen3") + CALL))
+        messages = [*messages, sent(turn), result(turn, str(i)), *([USER] if i % 10 == 9 else [])]
+    assert counts["_template"] == turns and counts["_parsed"] < 8 * turns
+    found = branches(talk)
+    assert len(found) == kept and sum(len(t.read) + len(t.drawn) for t in talk.turns) == sum(len(b.tokens) for b in found)
+    assert sum(sum(b.loss_mask) for b in found) == sum(len(t.drawn) for t in talk.turns)
