@@ -144,7 +144,8 @@ def _fit_pool(full: dict[str, Any], prompts_given: bool) -> None:
     if size is not None and not prompts_given and size % group == 0:
         data["batch_size"] = size // group
     if size is not None and size != data["batch_size"] * group:
-        raise ConfigError(f"trajectory_pool.batch_size: {size} trajectories a step are not data.batch_size x trajectory_pool.group_size = {data['batch_size']} x {group} = {data['batch_size'] * group}")
+        hint = f"; leave data.batch_size out, and a step takes {size // group} prompts" if prompts_given and size % group == 0 else ""
+        raise ConfigError(f"trajectory_pool.batch_size: {size} trajectories a step are not data.batch_size x trajectory_pool.group_size = {data['batch_size']} x {group} = {data['batch_size'] * group}{hint}")
     pool["batch_size"] = data["batch_size"] * group
     if pool["key_list"] not in (None, [data["prompt_key"]]):
         raise ConfigError(f"trajectory_pool.key_list: {pool['key_list']!r} must be the prompt's column, [{data['prompt_key']!r}], or left out: answers are compared with the other answers to their prompt")

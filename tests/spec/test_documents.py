@@ -717,10 +717,21 @@ def _my_custom(block: Block, world: w.World) -> None:
 
 @runs("user-guide", "Full Configuration Example", "d78a8d15")
 def _full_configuration(block: Block, world: w.World) -> None:
-    """All that a run in a process cannot honour is refused by name, and nothing else."""
+    """All that a run in a process cannot honour is refused by name, and nothing else; without it the recipe loads."""
     path = _task(world, block.body)
-    refused = {"environment", "resource", "data.num_workers", "runtime_monitor.exception_handling.check_interval"}
-    assert refused <= _refused(path) <= refused | {"model.path", "algorithm.inference_service.model", "trajectory_pool.batch_size", "data.batch_size", "trajectory_pool.key_list"}, _refused(path)
+    world.write("recipe/self_hosted_nexau_common.yaml", "trajectory_pool: {group_size: 2}\n")
+    gone: list[str] = []
+    for refused in (
+        {"environment", "resource", "data.num_workers", "runtime_monitor.exception_handling.check_interval"},  # where a run is placed, and loops that are not here
+        {"trajectory_pool.batch_size"},  # 32 answers are not one prompt of `data.batch_size` with 4: that is left out
+        {"trajectory_pool.key_list"},  # answers are compared with those to the same row
+    ):
+        assert _refused(path) == refused
+        gone += [k if k != "trajectory_pool.batch_size" else "data.batch_size" for k in refused]
+        path.write_text(_without(block.body, *gone), encoding="utf-8")
+    c = Recipe.load(path).config
+    assert (c.model.path, c.data.batch_size, c.trajectory_pool.group_size, c.service.train_service.world_size, c.service.inference_service.url, c.weight.staleness_threshold) == ("Qwen/Qwen2.5-7B-Instruct", 8, 4, 4, "http://inference-service:8001", 2)
+    assert (c.trainer.checkpoint_path, c.weight.path, c.logger.wandb.name, c.validate.eval.compute_interval) == ("/path/to/checkpoints/my-task-v1", "/path/to/sync_weights/my-task-v1", "my-task-v1", 500)
 
 
 @runs("user-guide", "Configuration Inheritance", "84b69d7d")
