@@ -139,7 +139,6 @@ class ProxySession:
         self.url, self.api_key = f"{base}/session/{self.id}/v1", key or self.id
         self.flights, self.shown = Flights(session), Shown()
         self.continued: list[tuple[Turn, str]] = []  # answers to texts, and the text up to their ends
-        self.overflow: ContextOverflowError | None = None  # what the last request was refused with
         self._leave, self._owned = leave, owned
 
     def close(self) -> None:
@@ -208,23 +207,23 @@ def cut(
 
 # %% ../../nbs/85_serve.openai.ipynb #85cc6ef9
 def draw(
-    place: ProxySession,
+    session: Session,
     make: Callable[[], Prompt],
     options: Options,
     most: int | None,  # tokens of an answer
     top: int,  # likeliest tokens that are wanted with each
 ) -> list[tuple[Reply, Completion]]:
     """The answers to one request."""
-    session = place.session
-    number = session._count(options.n)
+    session.failure = None
     try:
-        prompt, place.overflow = make(), None
+        number = session._count(options.n)
+        prompt = make()
         params = session._params(len(prompt.tokens), number, {**options.asked(), "max_tokens": most})
-    except ContextOverflowError as e:
-        place.overflow = e
+        found = session._draw(prompt.tokens, replace(params, top_logprobs=top), options.n)
+        return [(session._reply(prompt, c), c) for c in found]
+    except Exception as e:
+        session.failure = e  # of which workers want to know
         raise
-    found = session._draw(prompt.tokens, replace(params, top_logprobs=top), options.n)
-    return [(session._reply(prompt, c), c) for c in found]
 
 
 def answer_chat(
@@ -239,7 +238,7 @@ def answer_chat(
     messages, key = place.shown.restored(read_messages(asked.messages))
     tools = read_tools(asked)
     _note(place.session, noted)
-    found = draw(place, lambda: place.session.conversation.prompt(messages, tools), asked, asked.max_tokens or asked.max_completion_tokens, asked.top_logprobs)
+    found = draw(place.session, lambda: place.session.conversation.prompt(messages, tools), asked, asked.max_tokens or asked.max_completion_tokens, asked.top_logprobs)
     choices = [_choice(place, reply, c, asked, key) for reply, c in found]
     return _answered(model, choices, [r for r, _ in found], True)
 
@@ -280,7 +279,7 @@ def answer_text(
     tokenizer = place.session.tokenizer
     given = read_prompt(asked.prompt, _vocabulary(tokenizer))
     _note(place.session, noted)
-    found = draw(place, lambda: continuation(place, given), asked, asked.max_tokens or 16, asked.logprobs or 0)
+    found = draw(place.session, lambda: continuation(place, given), asked, asked.max_tokens or 16, asked.logprobs or 0)
     choices = []
     for reply, c in found:
         begun = given if isinstance(given, str) else _plain_text(tokenizer, given)
@@ -744,12 +743,9 @@ class ProxyAgent:
             try:
                 return self._run(place, row, cancel)
             except AgentError as e:
-                if place.overflow is None:
+                if not isinstance(session.failure, ContextOverflowError):
                     raise
-                if not session.conversation.turns:
-                    raise place.overflow from e
-        session.meta["ended"] = "context"
-        return None
+                raise session.failure from e
 
     def _run(self, place: ProxySession, row: dict[str, Any], cancel: threading.Event) -> str | None:
         if callable(self.agent):

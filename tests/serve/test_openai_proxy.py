@@ -88,7 +88,7 @@ def test_an_agent_that_runs_out_of_context_is_unfinished(proxies: Any) -> None:
                 messages += [mine.chat.completions.create(model="m", messages=messages).choices[0].message, {"role": "user", "content": "Go on."}]
 
     def run(unfinished: str, prompt: str) -> Any:
-        worker = AgentRolloutWorker(Scripted(context=120), lambda row, answer: 1.0, agent=proxied(agent, proxy=proxies(None)), group_size=1, unfinished=unfinished)
+        worker = AgentRolloutWorker(Scripted(context=120), lambda row, answer: 1.0, agent=proxied(agent, proxy=proxies(None)), group_size=1, unfinished=unfinished, overlong="drop")
         return worker.run([{"prompt": prompt}])[0]
 
     scored, failed, at_once = run("score", "Begin."), run("fail", "Begin."), run("score", "x" * 200)
