@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, within
-from .rewards import read_text, strict_json
+from .extract import read_text, strict_json
 from .worker import derive_seed, run_many
 from ..tokens.render import render_prompt
 from ..types import ConfigError, EvaluatorError, SamplingParams, is_number, nearest

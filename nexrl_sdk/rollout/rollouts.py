@@ -441,7 +441,7 @@ class Rollouts(UserList[Trajectory]):
         target: Callable[[Trajectory], BaseEvaluationTarget] | None = None,  # what the evaluator sees, such as a worker's `target`; None: the answer, and an agent's trace
     ) -> Rollouts:  # new ones, the old score in `scores`; advantages are left out, for they were made of the old rewards
         """Score stored answers again, beside the old scores; DataError where a row or an answer is missing."""
-        from nexrl_sdk.rollout.rewards import evaluate_batch
+        from nexrl_sdk.rollout.cached import evaluate_batch
 
         there = [t for t in self.data if t.status != "failed"]
         _check_scorable(there)

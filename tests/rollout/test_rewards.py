@@ -319,7 +319,9 @@ def test_without_math_verify_the_extra_is_named(monkeypatch):
 
 SCRIPT = """
 import os, sys, threading
-from nexrl_sdk.rollout.rewards import Maths, score, shared_processes
+from nexrl_sdk.rollout.evaluator import score
+from nexrl_sdk.rollout.processes import shared_processes
+from nexrl_sdk.rollout.rewards import Maths
 judge = Maths(limit=50)
 assert score(judge, {"answer": "4"}, "$2+2$").reward == 1
 pid = os.fork()
