@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ class SessionClosed(Interrupted):
 _OWN = ("max_tokens", "stop", "max_prompt")  # an agent's to say
 _GOVERNED = ("temperature", "top_p", "top_k", "min_p", "seed")  # by the recipe
 _log = logging.getLogger("nexrl_sdk.rollout.session")
+_BUSY = threading.Semaphore(min(4, os.cpu_count() or 1))  # renders and reads: hundreds of threads that all want the interpreter spend half their time on taking turns
 _TOLD: set[tuple[str, str]] = set()  # what the log has said already
 
 
@@ -107,9 +109,11 @@ class Session:
         self.failure = None
         try:
             number = self._count(n)
-            prompt = self.conversation.prompt(messages, tools)
+            with _BUSY:
+                prompt = self.conversation.prompt(messages, tools)
             drawn = self._draw(prompt.tokens, self._params(len(prompt.tokens), number, params), n)
-            return [self._reply(prompt, c) for c in drawn]
+            with _BUSY:
+                return [self._reply(prompt, c) for c in drawn]
         except Exception as e:
             self.failure = e
             raise
