@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ def _offered(
 def _modules_in(name: str) -> list[str]:
     return [m.removeprefix(f"{name}.") for m in MODULES if m.startswith(f"{name}.") and "." not in m.removeprefix(f"{name}.")]
 
-
+# %% ../nbs/99_compat.ipynb #2fe012c0
 class Alias(ModuleType):
     """A module under another package's name; what it gives are the very objects of ours."""
 
@@ -79,7 +79,7 @@ class Alias(ModuleType):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_choices(self.__name__)})
 
-
+# %% ../nbs/99_compat.ipynb #1c06b84f
 def _is_ours(thing: Any) -> bool:
     """Whether it is an alias or a finder, also of an earlier import of this module."""
     return bool(getattr(type(thing), "_stands_in", False))
@@ -124,7 +124,7 @@ class Finder(MetaPathFinder, Loader):
         """What `python -m` runs."""
         return compile(f"from {MODULES[fullname.removesuffix('.__main__')]} import main\nmain()", f"<{fullname}>", "exec")
 
-
+# %% ../nbs/99_compat.ipynb #e97baa72
 def _not_found(fullname: str) -> NoReturn:
     """Say what there is instead; without a name of its own, so that `from package import name` shows it too."""
     parent, _, name = fullname.rpartition(".")
@@ -149,7 +149,7 @@ def real_package(
             return spec
     return None
 
-
+# %% ../nbs/99_compat.ipynb #ec952745
 _FINDER = Finder()
 _LOCK = threading.Lock()
 
@@ -169,7 +169,7 @@ def uninstall() -> None:
         for name in [n for n, m in sys.modules.items() if _is_ours(m)]:
             del sys.modules[name]
 
-
+# %% ../nbs/99_compat.ipynb #ef1adbbc
 @contextmanager
 def installed() -> Iterator[None]:
     """In the block only."""
@@ -211,7 +211,7 @@ def recipe_arguments(
         raise ConfigError(f"recipe={name}: there is no {places[0]}, nor {' or '.join(map(str, places[1:]))}{nearest(name, _recipes()) if _recipes() else ''}")
     return [str(found), *[a for a in arguments if a not in named]]
 
-
+# %% ../nbs/99_compat.ipynb #25be63a9
 def _recipes() -> list[str]:
     """Recipes in NexRL's layout, as `recipe=` names them."""
     return [str(p.relative_to(f).with_suffix("")) for f in (Path("recipe"), Path("recipes")) for p in sorted(f.glob("*/*.yaml"))]
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*")
     return parser
 
-
+# %% ../nbs/99_compat.ipynb #363be69a
 def launch_arguments(
     arguments: Sequence[str],  # -m MODE -c RECIPE [-r] [-t TAG] [--inference-url URL] [key=value ...]
 ) -> list[str]:  # run or validate, the recipe, options, overrides
@@ -244,6 +244,8 @@ def launch_arguments(
     given = _parser().parse_intermixed_args(list(arguments))
     if given.mode not in MODES:
         raise ConfigError(f"--mode {given.mode!r} is not known{nearest(given.mode, MODES)}")
+    if given.tag is not None and not re.fullmatch(r"\w[\w.-]*", given.tag):
+        raise ConfigError(f"--tag {given.tag!r} names the run's folder in runs/: use letters, digits, '.', '_' and '-'")
     if not given.run_nexrl:
         return ["validate", given.train_config, *given.overrides]
     url = given.inference_url

@@ -215,6 +215,7 @@ def test_the_launchers_options(given, expected):
     [
         ("-m self-hostd -c a.yaml", "--mode 'self-hostd' is not known; did you mean 'self-hosted'?"),
         ("-m self-hosted", "the following arguments are required: -c/--train-config"),
+        ("-m self-hosted -c a.yaml -r -t ../x", "--tag '../x' names the run's folder in runs/"),
         ("-c a.yaml", "the following arguments are required: -m/--mode"),
         ("-m self-hosted -c a.yaml --runn", "unrecognized arguments: --runn"),
     ],
