@@ -220,9 +220,9 @@ _ENDS = 6  # special tokens that are tried as an answer's end, and as many more 
 
 
 def _same(turn: Turn, made: _Request, begin: int, end: int) -> bool:
-    """Whether a part of the rendered text reads as the turn's message."""
+    """Whether a part of the rendered text reads as the turn's message; an empty thought is one that is there."""
     read = _parsed(made.tokenizer, made.plain(made.text[begin:end]), turn.begun[2], turn.tools, made.format)
-    return said(read.message, True) == said(turn.parsed.message, True)
+    return bool(read.thought) == bool(turn.parsed.thought) and said(read.message, True) == said(turn.parsed.message, True)
 
 
 def _unmarked(turn: Turn, made: _Request, begin: int) -> str | None:

@@ -65,7 +65,7 @@ def call_text(form: str, name: str, arguments: dict[str, Any], rng: random.Rando
 
 def answer_text(family: str, rng: random.Random) -> str:
     """What a model might say."""
-    think = rng.choice(["", "", "<think>\nhm ✓\n</think>\n\n", "<think>so</think>", "hm</think>\n\n"]) if family not in ("llama3.1", "mistral-v3") else ""
+    think = rng.choice(["", "", "<think>\n\n</think>\n\n", "<think>\nhm ✓\n</think>\n\n", "<think>so</think>", "hm</think>\n\n"]) if family not in ("llama3.1", "mistral-v3") else ""
     calls = [call_text(about(family).get("format", "hermes"), "add", {"a": rng.randrange(99), "b": rng.choice([1, -2])}, rng) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
     if about(family).get("format") == "llama":
         return calls[0] if calls else rng.choice(SAYS)
@@ -173,7 +173,8 @@ class Trial:
 
     def reads(self, turn: Turn, text: str) -> bool:
         """Whether a text says what the turn said."""
-        return said(_parsed(self.tokenizer, text, turn.begun[2], self.tools, None).message, True) == said(turn.parsed.message, True)
+        read = _parsed(self.tokenizer, text, turn.begun[2], self.tools, None)
+        return bool(read.thought) == bool(turn.parsed.thought) and said(read.message, True) == said(turn.parsed.message, True)
 
     def shown(self, turn: Turn, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> bool:
         """By brute force: whether the template shows a turn as it was, with the end that it had."""
@@ -391,3 +392,31 @@ def test_work_and_memory_grow_with_the_conversation(family: str, kept: int, monk
     found = branches(talk)
     assert len(found) == kept and sum(len(t.read) + len(t.drawn) for t in talk.turns) == sum(len(b.tokens) for b in found)
     assert sum(sum(b.loss_mask) for b in found) == sum(len(t.drawn) for t in talk.turns)
+
+
+@LOOSE
+@given(seed=st.integers(0, 10**6))
+def test_answers_in_the_templates_own_spelling_give_transformers_tokens(family: str, seed: int) -> None:
+    """Where nothing is spelled otherwise, a conversation is what encoding its text at once gives."""
+    tokenizer, rng = loaded(family), random.Random(seed)
+    talk, kwargs = Conversation(tokenizer, template_kwargs=about(family).get("kwargs")), {**about(family).get("kwargs", {}), "tools": TOOLS}
+    messages = [{"role": "user", "content": rng.choice(SAYS[1:6])}]
+    end = about(family)["end"]
+    for _ in range(3):
+        prompt = talk.prompt(messages, TOOLS)
+        if not prompt.forked:
+            assert prompt.tokens == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        answer: dict[str, Any] = {"role": "assistant", "content": rng.choice(SAYS[1:6])}
+        if family in AGENTS and rng.random() < 0.6:
+            answer = {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": rng.randrange(99)}}}]}
+        whole = _template(tokenizer, [*prompt.messages, template_message(answer)], False, kwargs)
+        if not whole.startswith(prompt.text) or end not in whole[len(prompt.text) :]:
+            return
+        shown = whole[: whole.index(end, len(prompt.text)) + len(end)]
+        tokens = tokenizer(shown, add_special_tokens=False)["input_ids"]
+        if tokens[: len(prompt.tokens)] != prompt.tokens:
+            return  # a tokenizer that merges across the beginning of the answer
+        turn = talk.add(prompt, Completion(tokens[len(prompt.tokens) :], [-1.0] * (len(tokens) - len(prompt.tokens))))
+        calls = turn.parsed.message.get("tool_calls", [])
+        assert calls or "tool_calls" not in answer
+        messages = [*messages, sent(turn), *([result(turn, rng.choice(["2", " ✓", "\n"]))] if calls else [USER])]
