@@ -188,6 +188,11 @@ def _passes(status: Any) -> bool:
     return not isinstance(status, int) or status in AGAIN or status >= 500
 
 
+def _options(temperature: float, max_tokens: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request; None in what the user gave leaves one out."""
+    return {k: v for k, v in {"temperature": temperature, "max_tokens": max_tokens, **request}.items() if v is not None}
+
+
 def _without(secret: Any, text: str) -> str:
     """A text with a key struck out."""
     return text.replace(secret, "***") if isinstance(secret, str) and len(secret) >= 4 else text
@@ -207,9 +212,9 @@ class ClientDoor(Door):
 
     def ask(self, messages: list[dict[str, str]], temperature: float, max_tokens: int, seconds: float, seed: int) -> Reply:
         """One chat completion."""
-        options = {"temperature": temperature, "max_tokens": max_tokens, "timeout": seconds, **self._request}
+        options = _options(temperature, max_tokens, self._request)
         try:
-            found = self._client.chat.completions.create(model=self.model, messages=messages, **options)
+            found = self._client.chat.completions.create(model=self.model, messages=messages, timeout=seconds, **options)
         except Exception as e:  # noqa: BLE001 - whatever a client raises is the cause
             text = _without(getattr(self._client, "api_key", None), f"{type(e).__name__}: {e}")[:1000]
             response = getattr(e, "response", None)
@@ -270,7 +275,7 @@ class HttpDoor(Door):
 
         key = self._key()
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        body = {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, **self._request}
+        body = {"model": self.model, "messages": messages, **_options(temperature, max_tokens, self._request)}
         try:
             found = self._http.post(f"{self.base_url}/chat/completions", content=json.dumps(body), headers={**headers, "content-type": "application/json"}, timeout=seconds)
         except httpx.HTTPError as e:
@@ -376,7 +381,7 @@ class Judge(Evaluator):
         temperature: float | None = None,  # None: 0 for one vote, 1 for several
         max_tokens: int = 1024,  # of a reply
         column: str = "answer",  # of the row, kept as the ground truth where it is there
-        request: Mapping[str, Any] | None = None,  # more fields of each request, such as {"response_format": ...}
+        request: Mapping[str, Any] | None = None,  # more fields of each request, such as {"response_format": ...}; None leaves one out, as in {"max_tokens": None, "max_completion_tokens": 1024}
         name: str | None = None,  # of its metric among several rewards
         weight: float = 1.0,  # in a sum of rewards
     ):

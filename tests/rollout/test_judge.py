@@ -129,6 +129,8 @@ def test_settings_reach_the_server(server):
     for body in server.asked:
         assert (body["model"], body["temperature"], body["max_tokens"], body["seed"]) == ("m", 0.3, 77, 4) and [m["role"] for m in body["messages"]] == ["system", "user"]
     assert server.keys == [f"Bearer {KEY}", None]
+    assert score(Judge(base_url=server.url, model="m", request={"max_tokens": None, "max_completion_tokens": 5, "temperature": None}), ROW, "a").status == "ok"
+    assert server.asked[-1]["max_completion_tokens"] == 5 and not {"max_tokens", "temperature"} & set(server.asked[-1])
 
 
 BAD = ["I like it", '{"score": "7"}', '{"score": 11}', '{"score": -1}', '{"score": true}', '{"score": NaN}', '{"score": null}', '{"points": 7}', '{"score": 1, "score": 9}', 'Sure:\n{"score": 7}', '{"score": 7} {"score": 8}', "[7]", "7", "", '{"score": 7, "final": 10}', "<think>hm"]
