@@ -281,3 +281,16 @@ def test_commands_fail_with_their_words() -> None:
         proxied(["/no/such/agent"])("q", session=Session(Scripted()), data={}, cancel=threading.Event())
     with pytest.raises(ConfigError, match="a command such as"):
         proxied("agent.py")
+
+
+def test_answers_are_what_openai_declares(proxies: Any) -> None:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    place = proxies(Scripted([f"<think>Hm.</think>{THREE_TURNS[1]}"])).session()
+    chat, text = {"model": "m", "messages": ASK, "tools": CALL, "logprobs": True, "top_logprobs": 2, "n": 2}, {"model": "m", "prompt": "Say:", "logprobs": 2, "n": 2, "max_tokens": 300}
+    ChatCompletion.model_validate_json(httpx.post(f"{place.url}/chat/completions", json=chat, timeout=60).content)
+    Completion.model_validate_json(httpx.post(f"{place.url}/completions", json=text, timeout=60).content)
+    streamed = httpx.post(f"{place.url}/chat/completions", json={**chat, "stream": True, "stream_options": {"include_usage": True}}, timeout=60)
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert [ChatCompletionChunk.model_validate_json(e) for e in events[:-1]] and events[-1] == "[DONE]"
