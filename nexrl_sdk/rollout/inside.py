@@ -41,7 +41,9 @@ def start(
     {"program": run_program, "serve": serve, "judge": judge}[task["mode"]](task)
 
 
-def confine(task: dict[str, Any]) -> None:
+def confine(
+    task: dict[str, Any],  # limits: soft and hard, by name; uid: whom to become, or None
+) -> None:
     """Set the limits, and give up root."""
     import resource
 
@@ -63,7 +65,9 @@ def _say(kind: Any, error: Any, trace: Any) -> None:
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
-def run_program(task: dict[str, Any]) -> None:
+def run_program(
+    task: dict[str, Any],  # files, main: the one to run, args
+) -> None:
     """Run the main file as a program."""
     name = task["main"]
     module = type(sys)("__main__")
@@ -301,7 +305,9 @@ class Candidate:
         return getattr(operator, op)(*args)
 
 # %% ../../nbs/43_rollout.inside.ipynb #72d82667
-def said(error: BaseException) -> list[Any]:
+def said(
+    error: BaseException,
+) -> list[Any]:  # the names of its classes, nearest first, and its message
     """An exception as names and words."""
     try:
         words = str(error)[:2000]
@@ -328,7 +334,9 @@ def raised(
     return error
 
 
-def serve(task: dict[str, Any]) -> None:
+def serve(
+    task: dict[str, Any],  # files, main: the candidate's, line: file descriptors to read and to write
+) -> None:
     """Import the candidate, then do what the judge asks until it hangs up."""
     candidate = Candidate(task)
     sys.modules["solution"] = candidate.module
@@ -383,6 +391,12 @@ class Remote:
 
     def __hash__(self) -> int:
         return hash(self._number)
+
+    def __enter__(self) -> Any:
+        return self._link.do("get", self, "__enter__")()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._link.do("get", self, "__exit__")(None, None, None)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and bool(self._link.do("isinstance", instance, self))
@@ -496,7 +510,10 @@ class Link:
         return value
 
 
-def put_back(value: Any, after: Any) -> None:
+def put_back(
+    value: Any,  # what was given
+    after: Any,  # what it has become
+) -> None:
     """Change an argument as the candidate changed its copy."""
     if type(value) is not type(after):
         return
@@ -516,32 +533,40 @@ ALIASES = {"np": "numpy", "pd": "pandas"}  # modules that tests take for granted
 def split_tests(
     tests: str | list[str],  # a text, or one a test
     entry_point: str | None,  # what `check` is called with
-) -> tuple[Any, list[tuple[str, Any]]]:  # what to execute first, and each test's name and code
+) -> list[tuple[str | None, Any]]:  # in the order in which they are executed: a test's name, or None for what is no test, and its tree
     """The tests in a text; SyntaxError where it is none."""
     import ast
 
     if isinstance(tests, list):
-        return ast.parse(""), [(t.strip().splitlines()[0][:120] if t.strip() else "", ast.parse(t)) for t in tests]
+        return [(_head(t), ast.parse(t)) for t in tests]
     tree = ast.parse(tests)
-    body: list[Any] = []
-    found: list[tuple[str, Any]] = []
-    defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    steps: list[tuple[str | None, Any]] = []
     for node in tree.body:
-        if _is_test(node, defined):
-            found.append((ast.unparse(node).splitlines()[0][:120], ast.Module([node], [])))
-        elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
-            body.append(node)
-    called = {n.func.id for _, m in found for n in ast.walk(m) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    for call in [c for n in body for c in _calls(n, entry_point) if c.split("(")[0] not in called]:
-        found.append((call, ast.parse(call)))
-    return ast.Module(body, []), found
+        if not _is_main(node):
+            steps.append((_head(ast.unparse(node)) if _is_test(node, defined) else None, ast.Module([node], [])))
+    called = {n.func.id for name, m in steps if name is not None for n in ast.walk(m) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    calls = [c for n in tree.body for c in _calls(n, entry_point) if c.split("(")[0] not in called]
+    return [*steps, *((c, ast.parse(c)) for c in calls)]
 
 
-def _is_test(node: Any, defined: dict[str, Any]) -> bool:
+def _head(text: str) -> str:
+    """A test's first line."""
+    return next(iter(text.strip().splitlines()), "")[:120]
+
+
+def _is_main(node: Any) -> bool:
+    """Whether it is `if __name__ == "__main__":`."""
+    import ast
+
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def _is_test(node: Any, defined: set[str]) -> bool:
     """Whether a statement at the top is a test."""
     import ast
 
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return False
     calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id in defined
     return calls or any(isinstance(n, ast.Assert) for n in ast.walk(node))
@@ -562,7 +587,10 @@ def _calls(node: Any, entry_point: str | None) -> Iterable[str]:
                 yield f"run_case({node.name}, {n.name!r})" if case else f"{node.name}().{n.name}()"
 
 
-def run_case(cls: Any, name: str) -> None:
+def run_case(
+    cls: Any,  # a TestCase
+    name: str,  # of its method
+) -> None:
     """One method of a TestCase, with what comes before and after it."""
     import unittest
 
@@ -589,7 +617,9 @@ def wanted(
     return sorted((used - known) | ({entry_point} if entry_point else set()))
 
 
-def modules_meant(trees: list[Any]) -> set[str]:
+def modules_meant(
+    trees: list[Any],  # all that the tests execute
+) -> set[str]:
     """The modules that the tests use by name, as in `math.isclose`, whether they import them or not: Python's own, never the candidate's."""
     import ast
 
@@ -597,7 +627,9 @@ def modules_meant(trees: list[Any]) -> set[str]:
     return {b.id for b in bases if isinstance(b, ast.Name) and (b.id in sys.stdlib_module_names or b.id in ALIASES)}
 
 # %% ../../nbs/43_rollout.inside.ipynb #8d39654f
-def judge(task: dict[str, Any]) -> None:
+def judge(
+    task: dict[str, Any],  # tests, setup, entry_point, objects, nonce; line and report: file descriptors
+) -> None:
     """Run the tests against the candidate at the other end of the line."""
     import ast
 
@@ -609,27 +641,36 @@ def judge(task: dict[str, Any]) -> None:
             report.flush()
 
         try:
-            first, tests = split_tests(task["tests"], task["entry_point"])
-            trees = [ast.parse(task["setup"]), first, *(t for _, t in tests)]
-            setup, begin, *codes = [compile(t, "tests.py", "exec") for t in trees]
-            if not tests:
+            steps = split_tests(task["tests"], task["entry_point"])
+            trees = [ast.parse(task["setup"]), *(tree for _, tree in steps)]
+            setup, *codes = [compile(t, "tests.py", "exec") for t in trees]
+            if not any(name is not None for name, _ in steps):
                 raise ValueError("there is no test in them: an assert, a function test…, or check(candidate) with an entry point")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
             return say(broken=_words(e))
-        say(total=len(tests))
+        say(total=sum(name is not None for name, _ in steps))
         try:
             names = _prepare(link, task, trees)
             exec(setup, names)  # noqa: S102 - what the sandbox is for
-            exec(begin, names)  # noqa: S102
+            _run([(name, code) for (name, _), code in zip(steps, codes)], names, say)
         except BaseException as e:  # noqa: BLE001 - the outcome is data
             broken = isinstance(e, ImportError) and not hasattr(e, "of_the_program") and e.name != "solution"
-            return say(broken=_words(e)) if broken else say(failed=_words(e))
-        failed = 0
-        for i, code in enumerate(codes):
-            error = _one(code, names)
-            failed += error is not None
-            say(test=i, passed=True) if error is None else say(test=i, **({"name": tests[i][0], "error": error} if failed <= 3 else {}))
-        say(done=True)
+            say(broken=_words(e)) if broken else say(failed=_words(e))
+
+
+def _run(steps: list[tuple[str | None, Any]], names: dict[str, Any], say: Callable[..., None]) -> None:
+    """Execute the steps in their order; where one that is no test fails, there is no going on."""
+    failed = 0
+    for i, (name, code) in enumerate(steps):
+        if name is None:
+            exec(code, names)  # noqa: S102 - what the sandbox is for
+        elif (error := _one(code, names)) is None:
+            say(test=i)
+        else:
+            failed += 1
+            if failed <= 3:
+                say(name=name, error=error)
+    say(done=True)
 
 
 def _prepare(link: Link, task: dict[str, Any], trees: list[Any]) -> dict[str, Any]:

@@ -475,7 +475,7 @@ class _Jobs:
     def result(self, job: _Job) -> SandboxResult:
         """What became of a job; EvaluatorError where its program never began."""
         out, err = (bytes(job.streams[fd]).decode("utf-8", "replace") for fd in job.printed)
-        if job.started is None and not self._began(job):
+        if job.started is None and job.cause != "left" and not self._began(job):
             raise EvaluatorError(f"the sandbox could not be made ({job.cause or f'exit code {job.process.returncode}'}): {err.strip()[-500:] or 'nothing was said'}")
         code = job.process.returncode
         code = 128 - code if code < 0 else code
@@ -494,8 +494,8 @@ class _Jobs:
 # %% ../../nbs/43_rollout.sandbox.ipynb #19be1147
 def _outcome(job: _Job, code: int, seconds: float, sandbox: Sandbox) -> tuple[str, str | None]:
     """A job's status and cause."""
-    if job.cause == "time":
-        return "timeout", "time"
+    if job.cause in ("time", "left"):  # "left": it would have gone on, and was not needed any more
+        return ("timeout", "time") if job.cause == "time" else ("ok", None)
     if job.cause in ("output", "memory", "files"):
         return "killed", job.cause
     if code == 128 + signal.SIGXCPU or (code == 128 + signal.SIGKILL and seconds >= sandbox.cpu_seconds):
@@ -646,12 +646,16 @@ def how_confined(
 # %% ../../nbs/43_rollout.sandbox.ipynb #4b1b6b9b
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = {"python", "py", "python3", "py3"}
+_THINKS = re.compile(r"\s*<(?:think|thinking|reasoning)>")
+_THOUGHT = re.compile(r"</(?:think|thinking|reasoning)>")
 
 
 def extract_code(
     answer: str,  # what a model wrote
 ) -> tuple[str, bool]:  # the code, and whether it stood in a fence
     """The program in an answer."""
+    thought = _THOUGHT.search(answer)
+    answer = answer[thought.end() :] if thought else "" if _THINKS.match(answer) else answer
     blocks = [(m[2].lower(), m[3]) for m in _FENCE.finditer(answer)]
     marked = [text for name, text in blocks if name in _PYTHON] or [text for name, text in blocks if not name] or [text for _, text in blocks]
     return (marked[-1], True) if marked else (answer, False)
@@ -734,12 +738,12 @@ class CodeEvaluator(Evaluator):
         total = next((int(m["total"]) for m in heard if "total" in m), 0)
         if not total:  # the program has no part in that
             raise EvaluatorError(f"the tests did not begin ({judge.status}, {judge.cause}): {judge.stderr.strip()[-500:]}")
-        passed = len({m["test"] for m in heard if m.get("passed")})
-        failures = [f"{m['name']}: {m['error']}" for m in heard if m.get("error")] + [m["failed"] for m in heard if "failed" in m]
+        passed = len({m["test"] for m in heard if "test" in m})
+        failures = [f"the program: {_why(program)}"] if not program.ok else []
+        failures += [f"{m['name']}: {m['error']}" for m in heard if "error" in m] + [m["failed"] for m in heard if "failed" in m]
         done = any("done" in m for m in heard)
-        if not done and not failures:
-            failures = [_why(program if program.status in ("timeout", "killed") else judge)]
-        return _Verdict(total, min(passed, total) if done or self.reward == "fraction" else 0, not done and "timeout" in (judge.status, program.status), failures, program.stderr)
+        failures += [f"the tests: {_why(judge)}"] if not done and not failures else []
+        return _Verdict(total, min(passed, total) if done or self.reward == "fraction" else 0, program.status == "timeout" or (not done and judge.status == "timeout"), failures, program.stderr)
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #fca32501
 def judge_apart(

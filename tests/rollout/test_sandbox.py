@@ -225,7 +225,7 @@ def _refuse(*what: Any) -> Any:
 
 
 @given(PLAIN)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_values_come_back_as_they_were(value: Any) -> None:
     codec = inside.Codec(_refuse, _refuse)
     again = codec.decode(json.loads(json.dumps(codec.encode(value))))
@@ -233,7 +233,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda i: st.lists(i) | st.dictionaries(st.sampled_from([*inside.PLAIN, "ref", "x"]), i)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_whatever_a_program_sends_is_plain_or_refused(message: Any) -> None:
     codec = inside.Codec(_refuse, _refuse)
     try:
@@ -304,10 +304,11 @@ def test_time_that_runs_out_keeps_what_passed() -> None:
         ("def sort(x): x.sort()\ndef drop(d): d.pop('a')", "x = [3, 1]\nassert sort(x) is None\nassert x == [1, 3]\nd = {'a': 1, 'b': {2}}\ndrop(d)\nassert d == {'b': {2}}"),
         ("def count(n):\n    i = n\n    while True:\n        yield i\n        i += 1", "g = count(5)\nassert next(g) == 5\nassert [next(g), next(g)] == [6, 7]\nfrom itertools import islice\nassert list(islice(count(0), 3)) == [0, 1, 2]"),
         ("from collections import Counter, namedtuple, OrderedDict\nP = namedtuple('P', 'x y')\ndef f(s): return Counter(s)\ndef p(): return P(1, 2)\ndef big(): return 2 ** 200\nLIMIT = 7", "assert f('aab') == {'a': 2, 'b': 1}\nassert p() == (1, 2)\nassert big() == 2 ** 200\nassert LIMIT == 7\nassert isinstance(f(''), dict)"),
+        ("class Opened:\n    def __enter__(self): return 7\n    def __exit__(self, *e): self.done = e == (None, None, None)\nclass LRU:\n    def __init__(self): self.d = {}\n    def get(self, k): return self.d.get(k, -1)\n    def insert(self, k, v): self.d[k] = v", "o = Opened()\nwith o as x:\n    assert x == 7\nassert o.done\nc = LRU()\nassert c.get(1) == -1\nc.insert(1, [2])\nassert c.get(1) == [2]"),
         ("import math\ndef root(x): return math.sqrt(x)", "assert math.isclose(root(2), 1.41421356, rel_tol=1e-6)\nassert abs(root(9) - 3.0) < 1e-9"),
         ("def add(a, b): return a + b", "def helper(a): return add(a, 1)\nassert helper(2) == 3\nassert sum(add(i, 1) for i in range(3)) == 6"),
     ],
-    ids=["class", "solution", "nodes", "exceptions", "functions given", "changed arguments", "generators", "kinds of values", "modules", "helpers"],
+    ids=["class", "solution", "nodes", "exceptions", "functions given", "changed arguments", "generators", "kinds of values", "more classes", "modules", "helpers"],
 )
 def test_honest_programs_of_every_kind_pass(sandbox: Sandbox, code: str, tests: str) -> None:
     result = judged(sandbox, code, tests)
@@ -320,6 +321,13 @@ def test_operators_of_a_class_count_where_they_are_asked_for(sandbox: Sandbox) -
     assert judged(sandbox, code, tests, objects=True).reward == 1.0
     strict = judged(sandbox, code, tests)
     assert strict.reward == 0.2 and "objects=True" in strict.extra_info["failures"][0]
+
+
+def test_tests_run_in_their_order(sandbox: Sandbox) -> None:
+    tests = "x = [1]\nassert total(x) == 1\nx.append(2)\nassert total(x) == 3\nx = []\nassert total(x) == 0\ndef test_last():\n    assert total(x) == 7\nx = [7]\n"
+    assert judged(sandbox, "def total(x): return sum(x)", tests).reward == 1.0
+    stopped = judged(sandbox, "def total(x): return sum(x)", "assert total([1]) == 1\ny = missing(1)\nassert total([2]) == 2")
+    assert stopped.reward == 0.5 and "missing" in stopped.extra_info["failures"][0]
 
 
 def test_setup_serves_the_tests(sandbox: Sandbox) -> None:
@@ -408,6 +416,9 @@ def test_wrong_kinds_of_reward_are_refused(sandbox: Sandbox) -> None:
         ("  ```Python\n  a\n  ```", "  a\n"),
         ("```js\nx\n```", "x\n"),
         ("a = 1", "a = 1"),
+        ("<think>\n```python\ndraft\n```\n</think>\nAs I said.", "\nAs I said."),
+        ("maybe\n```python\ndraft\n```\n</think>\n```python\nb\n```", "b\n"),
+        ("<think>\n```python\ndraft\n```\n", ""),
         ("", ""),
     ],
 )
