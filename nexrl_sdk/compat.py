@@ -72,7 +72,9 @@ class Alias(ModuleType):
             return _offered(self.__name__)
         if name in _modules_in(self.__name__):
             return importlib.import_module(f"{self.__name__}.{name}")
-        if name.startswith("__") or name not in _offered(self.__name__):
+        if name.startswith("__"):  # asked by whoever looks at modules; nothing is imported for that
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name not in _offered(self.__name__):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{nearest(name, _choices(self.__name__))}")
         return getattr(importlib.import_module(MODULES[self.__name__].partition(":")[0]), name)
 

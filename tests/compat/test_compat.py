@@ -108,6 +108,12 @@ def test_tools_that_look_at_modules_find_nothing_strange():
 
 
 @pytest.mark.timeout(60)
+def test_looking_at_an_alias_imports_nothing():
+    done = python("import sys, inspect, nexrl.trainer, nexrl.mock; [hasattr(m, '__file__') for m in list(sys.modules.values())]; inspect.getmodule(len); print('torch' in sys.modules, 'nexrl_sdk.trainer' in sys.modules)")
+    assert done.stdout == "False False\n", done.stderr
+
+
+@pytest.mark.timeout(60)
 def test_many_threads_load_files_that_say_nexrl(tmp_path, fresh):
     import concurrent.futures
 
