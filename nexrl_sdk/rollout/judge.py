@@ -26,8 +26,8 @@ from ..tokens.render import render_prompt
 from ..types import ConfigError, EvaluatorError, SamplingParams, is_number, nearest
 
 # %% auto #0
-__all__ = ['PROMPT', 'FORMS', 'AGAIN', 'SYSTEM', 'check_prompt', 'fill', 'Unreadable', 'read_verdict', 'Failure', 'Reply', 'Door',
-           'ClientDoor', 'HttpDoor', 'BackendDoor', 'Vote', 'door_of', 'Judge']
+__all__ = ['PROMPT', 'FORMS', 'GRACE', 'AGAIN', 'SYSTEM', 'check_prompt', 'fill', 'Unreadable', 'read_verdict', 'Failure',
+           'Reply', 'Door', 'ClientDoor', 'HttpDoor', 'BackendDoor', 'Vote', 'door_of', 'Judge']
 
 # %% ../../nbs/43_rollout.judge.ipynb #6c7f77ba
 PROMPT = "How well does the answer do what the task asks for? Judge whether it is right and complete, not how it is worded.\n\nThe task:\n{row}\n\nThe answer:\n{answer}"
@@ -140,6 +140,7 @@ def _from_line(said: str) -> tuple[float, str]:
     return float(found[1]), "\n".join(before).strip()
 
 # %% ../../nbs/43_rollout.judge.ipynb #39aef7c2
+GRACE = 1.0  # seconds after the deadline at which a request that nobody waits for is given up
 AGAIN = (408, 409, 425, 429)  # of the client's errors those that may pass; the server's (500 and up) may too
 
 
@@ -469,9 +470,13 @@ class Judge(Evaluator):
         if left <= 0:
             raise late
         try:
-            found: Reply = within(left, lambda: self._door.ask(messages, self.temperature, self.max_tokens, left, seed))
+            found: Reply = within(left, lambda: self._door.ask(messages, self.temperature, self.max_tokens, left + GRACE, seed))
         except EvaluatorError:
             raise late from None
+        except Failure:
+            if time.monotonic() >= deadline:
+                raise late from None
+            raise
         return found
 
     def __repr__(self) -> str:
