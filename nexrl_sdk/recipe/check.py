@@ -132,13 +132,20 @@ def _check_evaluator(recipe: Recipe) -> Iterator[Finding]:
 # %% ../../nbs/61_recipe.check.ipynb #f52d5a91
 def check_agent(recipe: Recipe) -> Iterator[Finding]:
     """The agent's file with its prompt and tools, and whether the worker runs an agent."""
+    from nexrl_sdk.rollout.agent import AgentRolloutWorker
+
     w = recipe.config.rollout_worker
-    own = "worker_class" in recipe.live or w.custom_rollout_worker_class_name
-    if w.type != "agent" and not own:
+    try:
+        cls = recipe.worker_class()
+    except NexRLError:
+        return  # found above
+    if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
         given = [k for k in ("agent_config_path", "agent_workspace") if w[k]]
-        yield from (_error(f"rollout_worker.{k}", f"rollout_worker.type is {w.type!r}, which runs no agent; say type: agent, or leave it out") for k in given)
+        yield from (_error(f"rollout_worker.{k}", f"{getattr(cls, '__name__', cls)} runs no agent; say rollout_worker.type: agent, or leave it out") for k in given)
+        if w.type == "agent":
+            yield _error("rollout_worker.type", f"'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
         return
-    if w.type == "agent" and not own and not w.agent_config_path:
+    if cls is AgentRolloutWorker and not w.agent_config_path:
         yield _error("rollout_worker.agent_config_path", "missing; an agent needs its file, or a worker of your own that overrides run_agent")
     try:
         recipe.agent_settings()

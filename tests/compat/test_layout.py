@@ -200,7 +200,7 @@ def test_what_is_wrong_in_its_files_is_found_before_a_run(layout, file, old, new
 @pytest.mark.parametrize(
     "old,new,expected",
     [
-        ('"nexau"\n', '"simple"\n', "rollout_worker.type is 'simple', which runs no agent"),
+        ('"nexau"\n', '"simple"\n', "SimpleRolloutWorker runs no agent; say rollout_worker.type: agent"),
         ("  nexau_agent_config_path: \"recipe/ask/agent_workspace/agent_config.yaml\"\n", "", "an agent needs its file"),
     ],
 )
@@ -208,6 +208,11 @@ def test_an_agent_without_its_file_and_a_file_without_an_agent(layout, old, new,
     change(layout, '  custom_rollout_worker_module_path: "recipe/ask/agent_workspace/worker.py"\n  custom_rollout_worker_class_name: "Asks"\n', "")
     found = [str(f) for f in Recipe.load(change(layout, old, new)).validate() if f.level == "error"]
     assert any(expected in f for f in found), found
+
+
+def test_a_worker_that_runs_no_agent(layout):
+    change(layout.parent / "agent_workspace" / "worker.py", "class Asks(BaseNexAURolloutWorker)", "from nexrl.rollout_worker import SimpleRolloutWorker\n\n\nclass Asks(SimpleRolloutWorker)")
+    assert {f.key for f in Recipe.load(layout).validate() if f.level == "error"} == {"rollout_worker.type", "rollout_worker.agent_config_path", "rollout_worker.agent_workspace"}
 
 
 def test_a_recipe_that_is_saved_elsewhere_finds_its_agent(layout, tmp_path):
