@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from .worker import derive_seed
 from ..tokens.conversation import Conversation, Prompt, Turn, branches
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, Trajectory, nearest
 
@@ -124,8 +125,7 @@ class Session:
     ) -> Session:  # recorded with this one
         """A session for a sub-agent: the same model and settings, a conversation of its own."""
         with self._lock:
-            number = len(self.children)
-            seed = None if self.sampling.seed is None else (self.sampling.seed ^ (0xBF58476D1CE4E5B9 * (number + 1))) % (1 << 63)
+            seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, "child", len(self.children))
             talk = self.conversation
             made = Session(
                 self.backend, tokenizer=self.tokenizer, sampling=replace(self.sampling, seed=seed), system=talk.system, template_kwargs=self.template_kwargs,
