@@ -32,6 +32,8 @@ _exports: dict[str, str] = {
     **dict.fromkeys(["TinkerBackend", "TinkerServiceHolder"], "backend.tinker"),
     **dict.fromkeys(["WeaverBackend", "WeaverServiceHolder"], "backend.weaver"),
     "serve": "serve",
+    **dict.fromkeys(["CaptureProxy", "proxied"], "serve.openai"),
+    "ChatClient": "rollout.chat",
     "WorkerGroup": "serve.workers",
     "MockBackend": "backend.mock",
     **dict.fromkeys(["Trainer", "BaseTrainer"], "trainer.base"),
