@@ -180,8 +180,8 @@ PLAIN: dict[str, Callable[[Codec, Any], Any]] = {
 }
 
 # %% ../../nbs/43_rollout.inside.ipynb #2420613b
-class Gone(Exception):
-    """The process at the other end has ended."""
+class Gone(BaseException):
+    """The process at the other end has ended; no test shall take that for an exception of the candidate's."""
 
 
 class Line:
@@ -195,7 +195,7 @@ class Line:
     ):
         import json
 
-        self.json, self.answer = json, answer
+        self.json, self.answer, self.gone = json, answer, False
         self.incoming, self.outgoing = open(reads, "rb"), open(writes, "wb")
 
     def send(self, message: dict[str, Any]) -> None:
@@ -203,16 +203,21 @@ class Line:
         try:
             self.outgoing.write(self.json.dumps(message).encode() + b"\n")
             self.outgoing.flush()
-        except BrokenPipeError as e:
-            raise Gone("the program's process has ended") from e
+        except BrokenPipeError:
+            raise self.ended("the program's process has ended") from None
+
+    def ended(self, words: str) -> Gone:
+        """Remember that there is nobody at the other end, where a test catches all there is."""
+        self.gone = True
+        return Gone(words)
 
     def receive(self) -> dict[str, Any]:
         """The next message; Gone where there will be none."""
         line = self.incoming.readline(MESSAGE_BYTES)
         if not line:
-            raise Gone("the program's process has ended")
+            raise self.ended("the program's process has ended")
         if not line.endswith(b"\n"):
-            raise Gone(f"the program answered with more than {MESSAGE_BYTES >> 20} MiB, or ended while it answered")
+            raise self.ended(f"the program answered with more than {MESSAGE_BYTES >> 20} MiB, or ended while it answered")
         message = self.json.loads(line)
         if type(message) is not dict:
             raise ValueError("a message is an object")
@@ -461,8 +466,6 @@ class Link:
         number, kind, name = held
         if kind == "exception":
             return self.exception([str(n) for n in name])
-        if kind == "module":
-            return __import__(str(name)) if name in sys.stdlib_module_names or name in ALIASES.values() else Remote(self, int(number), "object", str(name))
         return Remote(self, int(number), str(kind), str(name))
 
     def exception(self, names: list[str]) -> type:
@@ -497,17 +500,23 @@ class Link:
             for value, after in zip(args, heard.get("changed", ())):
                 if after is not None:
                     put_back(value, self.codec.decode(after))
-            return self._owned(op, args, self.codec.decode(heard["ok"]))
+            made = self.codec.decode(heard["ok"])
         except Exception as e:  # noqa: BLE001 - whatever it is, it is the candidate's doing
             raise TypeError(f"the program answered with what is no value: {type(e).__name__}: {str(e)[:200]}") from None
+        if isinstance(made, Remote) and op == "call" and args[0]._own:  # what the tests made of a class that they name
+            made.__dict__["_own"] = True
+        return made
 
-    def _owned(self, op: str, args: Any, value: Any) -> Any:
-        """Mark the classes that the tests name with a capital letter, and what they make of them."""
-        named = value.items() if op == "names" else [("A" if op == "call" and args[0]._own else "a", value)]
-        for name, thing in named:
+    def names(self, asked: list[str]) -> dict[str, Any]:
+        """Those of these names that the candidate has, and no others, whatever it answers."""
+        found = self.do("names", *asked)
+        if type(found) is not dict:
+            raise TypeError("the program answered with what are no names")
+        named = {n: found[n] for n in asked if n in found}
+        for name, thing in named.items():
             if isinstance(thing, Remote):
                 thing.__dict__["_own"] = name[:1].isupper()
-        return value
+        return named
 
 
 def put_back(
@@ -652,24 +661,24 @@ def judge(
         try:
             names = _prepare(link, task, trees)
             exec(setup, names)  # noqa: S102 - what the sandbox is for
-            _run([(name, code) for (name, _), code in zip(steps, codes)], names, say)
+            _run([(name, code) for (name, _), code in zip(steps, codes)], names, link, say)
         except BaseException as e:  # noqa: BLE001 - the outcome is data
             broken = isinstance(e, ImportError) and not hasattr(e, "of_the_program") and e.name != "solution"
             say(broken=_words(e)) if broken else say(failed=_words(e))
 
 
-def _run(steps: list[tuple[str | None, Any]], names: dict[str, Any], say: Callable[..., None]) -> None:
+def _run(steps: list[tuple[str | None, Any]], names: dict[str, Any], link: Link, say: Callable[..., None]) -> None:
     """Execute the steps in their order; where one that is no test fails, there is no going on."""
     failed = 0
     for i, (name, code) in enumerate(steps):
         if name is None:
             exec(code, names)  # noqa: S102 - what the sandbox is for
-        elif (error := _one(code, names)) is None:
+        elif (error := _one(code, names)) is None and not link.line.gone:
             say(test=i)
         else:
             failed += 1
             if failed <= 3:
-                say(name=name, error=error)
+                say(name=name, error=error or "the program's process has ended")
     say(done=True)
 
 
@@ -681,7 +690,7 @@ def _prepare(link: Link, task: dict[str, Any], trees: list[Any]) -> dict[str, An
     names: dict[str, Any] = {"__name__": "tests", "run_case": run_case}
     for name in modules_meant(trees) - {task["entry_point"]}:
         names[name] = __import__(ALIASES.get(name, name))
-    names.update(link.do("names", *wanted(trees, task["entry_point"])))
+    names.update(link.names(wanted(trees, task["entry_point"])))
     solution = type(sys)("solution")
     solution.__dict__["__getattr__"] = lambda name: _from_solution(link, name)
     sys.modules["solution"] = solution
@@ -690,7 +699,7 @@ def _prepare(link: Link, task: dict[str, Any], trees: list[Any]) -> dict[str, An
 # %% ../../nbs/43_rollout.inside.ipynb #53b747de
 def _from_solution(link: Link, name: str) -> Any:
     """A name that the tests import from the candidate."""
-    found = {} if name.startswith("__") else link.do("names", name)
+    found = {} if name.startswith("__") else link.names([name])
     if name not in found:
         raise AttributeError(f"the program has no {name!r}")
     return found[name]

@@ -478,6 +478,17 @@ def add(a, b): return None
     "sets what the tests see": "import sys\nclass Name(str): pass\ndef add(a, b):\n    sys.modules['__main__'].__dict__.update(add=lambda a, b: a + b, passed=3)\n    return None",
     "another module of the tests": "open('tests.py', 'w').write('pass')\nopen('json.py', 'w').write('pass')\nopen('setup.py', 'w').write('pass')\ndef add(a, b): return None",
     "too much of an answer": "def add(a, b): return 'x' * (17 << 20)",
+    "names that were not asked for": """
+import sys
+f = sys._getframe()
+while 'candidate' not in f.f_locals: f = f.f_back
+c = f.f_locals['candidate']
+do = c.do
+yes = lambda *a, **k: True
+extra = dict.fromkeys(['abs', 'isinstance', 'len', 'run_case', 'check', 'sorted', 'sum', '__builtins__', 'AssertionError'], yes)
+c.do = lambda op, args, kwargs: {**do(op, args, kwargs), **extra} if op == 'names' else do(op, args, kwargs)
+def add(a, b): return 7.0
+""",
     "kills all": "import os\nos.kill(-1, 9)\ndef add(a, b): return None",
     "nothing": "",
     "is no Python": "I would add the two numbers.",
@@ -515,6 +526,20 @@ def test_an_object_that_agrees_to_everything_passes_no_kind_of_test(judge: Calla
     yes = f"class Yes:\n{methods}\n"
     assert judge(yes + "def add(a, b): return Yes()", test) == 0.0
     assert judge(yes.replace("class Yes:", "class add:\n    def __init__(self, *a): pass"), test) == 0.0 or "startswith" in test
+
+
+@pytest.mark.parametrize("name", ["names that were not asked for", "an object equal to everything"])
+def test_functions_of_the_tests_stay_theirs(judge: Callable[..., float | None], name: str) -> None:
+    tests = "assert abs(add(1, 2) - 3.0) < 1e-6\nassert len([add(1, 2)]) == 2\nassert isinstance(add(1, 2), str)\nassert sum([add(1, 2)]) is True\nassert sorted([add(1, 2)]) is True"
+    assert judge(FAKES[name], tests) == 0.0
+
+
+@pytest.mark.parametrize("code", ["import os\nos._exit(0)", "import os\ndef add(a, b): os._exit(0)", "def add(a, b): raise SystemExit", "import os\ndef add(a, b): os.closerange(3, 1000)"])
+def test_a_program_that_ends_is_no_exception_that_a_test_expects(judge: Callable[..., float | None], code: str) -> None:
+    tests = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        with self.assertRaises(Exception): add('x', 1)\n"
+    tests += "def test_b():\n    try: add('x', 1)\n    except: return\n    assert False\n"
+    assert judge(code, tests) == 0.0
+    assert judge(RIGHT, tests) == 1.0
 
 
 def test_printed_outputs_are_compared_outside() -> None:
