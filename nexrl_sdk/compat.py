@@ -144,7 +144,8 @@ def real_package(
     """Where another distribution's package lies."""
     elsewhere = [p for p in sys.path if Path(p or ".").resolve() != _OWN.parent]
     for finder in sys.meta_path:
-        spec = None if _is_ours(finder) else finder.find_spec(package, None)
+        find = None if _is_ours(finder) else getattr(finder, "find_spec", None)
+        spec = None if find is None else find(package, None)
         if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == _OWN:
             spec = PathFinder.find_spec(package, elsewhere)
         if spec is not None and spec.origin is not None:

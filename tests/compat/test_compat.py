@@ -193,6 +193,25 @@ def test_nexrl_after_this_package_on_the_path_comes_first_too(tmp_path):
 
 
 @pytest.mark.timeout(120)
+def test_a_finder_of_an_older_kind_is_passed_over_and_one_that_finds_it_comes_first(tmp_path):
+    (tmp_path / "real.py").write_text("REAL = True\n")
+    finder = f"""
+import sys, importlib.util
+class Old:
+    def find_module(self, name, path=None): ...  # what finders had before find_spec
+class Editable:  # as an editable installation puts one at the end
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, {str(tmp_path / "real.py")!r}) if name == "nexrl" else None
+sys.meta_path[:0] = [Old()]
+"""
+    done = python(f"{finder}\nimport nexrl_sdk.compat, nexrl\nprint(getattr(nexrl, 'REAL', False))")
+    assert done.stdout == "False\n", done.stderr
+    for first in ("", "import nexrl_sdk.compat"):
+        done = python(f"{finder}\nsys.meta_path.append(Editable())\n{first}\nimport nexrl\nprint(nexrl.REAL)")
+        assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.timeout(120)
 def test_the_name_leads_here_without_any_other_import():
     done = python("from nexrl.nexrl_types import Trajectory; import nexrl_sdk; print(Trajectory is nexrl_sdk.Trajectory)")
     assert done.stdout == "True\n", done.stderr
