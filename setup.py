@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 ini = ConfigParser(delimiters=["="], interpolation=None)
 ini.read("settings.ini", encoding="utf-8")
 cfg = ini["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "vllm", "tinker", "weaver", "ray", "track", "maths", "docs")}
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "vllm", "tinker", "weaver", "ray", "track", "rewards", "docs")}
 
 setup(
     name=cfg["lib_name"],

@@ -140,13 +140,13 @@ def check_agent(recipe: Recipe) -> Iterator[Finding]:
     except NexRLError:
         return  # found above
     if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
-        given = [k for k in ("agent_config_path", "agent_workspace") if w[k]]
+        given = [k for k in ("agent_config_path", "agent_command", "agent_function", "agent_workspace") if w[k]]
         yield from (_error(f"rollout_worker.{k}", f"{getattr(cls, '__name__', cls)} runs no agent; say rollout_worker.type: agent, or leave it out") for k in given)
         if w.type == "agent":
             yield _error("rollout_worker.type", f"'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
         return
-    if cls is AgentRolloutWorker and not w.agent_config_path:
-        yield _error("rollout_worker.agent_config_path", "missing; an agent needs its file, or a worker of your own that overrides run_agent")
+    if cls is AgentRolloutWorker and not (w.agent_config_path or w.agent_command or w.agent_function):
+        yield _error("rollout_worker.agent_config_path", "missing; give an agent's file, rollout_worker.agent_command or agent_function, or a worker of your own that overrides run_agent")
     try:
         recipe.agent_settings()
     except NexRLError as e:

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -448,6 +449,7 @@ def code_roles(
     roles: dict[str, tuple[str, Any]] = {
         "model.builder": ("builder", config["model"]["builder"]),
         "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"]),
+        "rollout_worker.agent_function": ("agent_function", config["rollout_worker"]["agent_function"]),
     }
     for service in (f"{role}_service" for role in OTHERS):
         if (section := config["service"][service]) and section["builder"]:
@@ -585,17 +587,30 @@ class Parts(Identity):
 
         return SimpleRolloutWorker
 
+    def agent(self) -> Any:
+        """The agent that the recipe names; None where its worker's class has one of its own."""
+        w = self.config.rollout_worker
+        named = [k for k in ("agent_config_path", "agent_command", "agent_function") if w[k]]
+        if len(named) > 1:
+            raise ConfigError(f"rollout_worker.{named[0]} and rollout_worker.{named[1]} both name an agent; leave one out")
+        workspace = self.resolve_path(w.agent_workspace) if w.agent_workspace else None
+        if w.agent_config_path:
+            from nexrl_sdk.rollout.agent_config import AgentConfig
+
+            return AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=workspace)
+        if not named:
+            return None
+        from nexrl_sdk.serve.openai import proxied
+
+        if w.agent_function:
+            return proxied(self.load_reference(w.agent_function, "rollout_worker.agent_function"))
+        return proxied([a.replace("{python}", sys.executable) for a in w.agent_command], cwd=str(workspace or self.base_dir))
+
     def agent_settings(self) -> dict[str, Any]:
         """What a worker with an agent is told beside the others' settings."""
         w = self.config.rollout_worker
-        if not w.agent_config_path:
-            found: Any = None
-        else:
-            from nexrl_sdk.rollout.agent_config import AgentConfig
-
-            found = AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=self.resolve_path(w.agent_workspace) if w.agent_workspace else None)
         return {
-            "agent": found, "rollouts_at_once": w.rollouts_at_once, "timeout": w.rollout_timeout, "unfinished": w.unfinished,
+            "agent": self.agent(), "rollouts_at_once": w.rollouts_at_once, "timeout": w.rollout_timeout, "unfinished": w.unfinished,
             "template_kwargs": dict(w.template_kwargs), "tool_format": w.tool_format,
         }  # fmt: skip
 
