@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # typing is slow to import, and the sandbox starts often
     from typing import IO, Any
 
 # %% auto #0
-__all__ = ['TYPE_CHECKING', 'MESSAGE_BYTES', 'PLAIN', 'QUIET', 'LOUD', 'BINARY', 'ALIASES', 'start', 'confine', 'run_program',
-           'Codec', 'Gone', 'Line', 'Candidate', 'said', 'raised', 'serve', 'Remote', 'Link', 'put_back', 'split_tests',
-           'run_case', 'wanted', 'modules_meant', 'judge']
+__all__ = ['TYPE_CHECKING', 'MESSAGE_BYTES', 'PLAIN', 'QUIET', 'LOUD', 'BINARY', 'ALIASES', 'start', 'confine', 'wait_for',
+           'become', 'run_program', 'Codec', 'Gone', 'Line', 'Candidate', 'said', 'raised', 'serve', 'Remote', 'Link',
+           'put_back', 'split_tests', 'run_case', 'wanted', 'modules_meant', 'judge']
 
 # %% ../../nbs/43_rollout.inside.ipynb #ab28a16c
 MESSAGE_BYTES = 16 << 20  # of one message between the two processes
@@ -28,6 +28,9 @@ def start(
 ) -> None:
     """Confine this process, and go on in its mode."""
     confine(task)
+    if os.getpid() == 1 and (child := os.fork()):
+        wait_for(child)
+    become(task["uid"])
     os.chdir(task["work"])
     for name, content in task["files"].items():
         if os.path.dirname(name):
@@ -42,9 +45,9 @@ def start(
 
 
 def confine(
-    task: dict[str, Any],  # limits: soft and hard, by name; uid: whom to become, or None
+    task: dict[str, Any],  # limits: soft and hard, by name
 ) -> None:
-    """Set the limits, and give up root."""
+    """Set the limits."""
     import resource
 
     for name, value in task["limits"].items():
@@ -52,10 +55,26 @@ def confine(
         hard = resource.getrlimit(limit)[1]
         soft, top = (v if hard == resource.RLIM_INFINITY else min(v, hard) for v in value)
         resource.setrlimit(limit, (soft, top))
-    if task["uid"] is not None:
+
+
+def wait_for(
+    child: int,  # process id
+) -> None:
+    """Be the first process: take in all that end, and end, and with it everything, when this one has."""
+    ended = 0
+    while ended != child:
+        ended, status = os.wait()
+    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+
+
+def become(
+    user: int | None,  # None: stay who this is
+) -> None:
+    """Give up root."""
+    if user is not None:
         os.setgroups([])
-        os.setresgid(task["uid"], task["uid"], task["uid"])
-        os.setresuid(task["uid"], task["uid"], task["uid"])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
 
 
 def _say(kind: Any, error: Any, trace: Any) -> None:

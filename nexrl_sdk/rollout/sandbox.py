@@ -511,7 +511,7 @@ def _limits(sandbox: Sandbox) -> dict[str, tuple[int, int]]:
     limits = {"RLIMIT_CPU": (seconds, seconds + 1), "RLIMIT_AS": (sandbox.memory,) * 2, "RLIMIT_FSIZE": (sandbox.disk,) * 2, "RLIMIT_NOFILE": (64, 64)}
     limits |= {"RLIMIT_CORE": (0, 0), "RLIMIT_MSGQUEUE": (0, 0), "RLIMIT_MEMLOCK": (0, 0), "RLIMIT_SIGPENDING": (1024, 1024)}
     if sandbox.mode != "none":  # there, it would count all processes of this user
-        processes = sandbox.processes + (sandbox.mode == "namespace")  # bubblewrap's own first process is counted there
+        processes = sandbox.processes + (sandbox.mode == "namespace")  # the first process is counted there
         limits["RLIMIT_NPROC"] = (processes, processes)
     return limits
 
@@ -523,7 +523,7 @@ def _wrapped(sandbox: Sandbox, rules: int, info: int) -> list[str]:
         users = ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
     return [
         str(sandbox.bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", *users,
-        "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", *_binds(str(sandbox.python), sandbox.packages),
+        "--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", *_binds(str(sandbox.python), sandbox.packages),
         "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108 - within
         "--perms", "1777", "--size", str(sandbox.disk), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work", "--remount-ro", "/",  # noqa: S108 - within
         *(a for k, v in {**_ENVIRONMENT, "LD_LIBRARY_PATH": "/py/lib"}.items() for a in ("--setenv", k, v)),

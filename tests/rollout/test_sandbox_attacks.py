@@ -369,9 +369,11 @@ def test_no_process_is_traced() -> None:
 def test_the_first_process_within_has_no_more_rights_than_the_program() -> None:
     result = attack("for p in ('1', 'self'): print(*[l.split()[1] for l in open(f'/proc/{p}/status') if l.startswith(('Seccomp:', 'NoNewPrivs:', 'CapEff:', 'CapPrm:'))])")
     rights = [line.split() for line in result.stdout.splitlines()]
-    assert len(rights) == 2 and rights[1] == ["0" * 16, "0" * 16, "1", "2"], result
-    if MODE == "namespace":  # with the same user, its memory can be written
+    assert len(rights) == 2 and rights[1] == ["0" * 16, "0" * 16, "1", "2"] and rights[0][2:] == ["1", "2"], result
+    if MODE == "namespace":  # with the same user, its memory can be written: it has the same limits too
         assert rights[0] == rights[1]
+        limits = attack("for p in ('1', 'self'): print(sorted(l for l in open(f'/proc/{p}/limits') if 'time' not in l))").stdout.splitlines()
+        assert limits[0] == limits[1] and "268435456" in limits[0]
     else:
         refused("print(tried(open, '/proc/1/mem', 'rb'))\nprint(tried(open, '/proc/1/root/work/x', 'w'))\nimport os\nprint(tried(os.kill, 1, 15))")
 
@@ -562,6 +564,11 @@ def test_nothing_is_left_behind() -> None:
         assert os.waitpid(-1, os.WNOHANG)[0] == 0
     except ChildProcessError:
         pass
+
+
+def test_no_process_stays_for_somebody_else_to_wait_for() -> None:
+    result = attack("import os\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0: import time; time.sleep(60)\n        os._exit(0)\nprint(open('/proc/1/status').read())")
+    assert result.ok and "bwrap" not in result.stdout, result  # the first process is not bubblewrap's, which nobody but the machine's own would wait for
 
 
 def test_interrupting_a_call_ends_its_program() -> None:
