@@ -193,7 +193,13 @@ class RolloutRunner:
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < self.concurrency and self._go_on():
-                    under_way.append(self._start(items, waiting.popleft()))
+                    begun = self._start(items, waiting[0])
+                    if begun is None and not under_way:
+                        raise BackendError("not one thread can be started for a rollout; let fewer programs run beside this one, or raise the limit of processes (ulimit -u)")
+                    if begun is None:  # as many as there are threads for
+                        break
+                    waiting.popleft()
+                    under_way.append(begun)
                 over = self._wait(under_way)
                 for r in over:
                     if r.error is not None:
@@ -213,7 +219,8 @@ class RolloutRunner:
             raise Interrupted("stopped while rollouts were under way")
         return True
 
-    def _start(self, items: Sequence[Any], index: int) -> _Running:
+    def _start(self, items: Sequence[Any], index: int) -> _Running | None:
+        """A thread at work on an item; None where there are no more threads."""
         r = _Running(index, threading.Event(), None if self.timeout is None else time.monotonic() + self.timeout)
 
         def work() -> None:
@@ -225,7 +232,10 @@ class RolloutRunner:
                 r.done = True
                 self._changed.notify()
 
-        threading.Thread(target=work, name=f"rollout-{index}", daemon=True).start()
+        try:
+            threading.Thread(target=work, name=f"rollout-{index}", daemon=True).start()
+        except RuntimeError:
+            return None
         return r
 
     def _wait(self, under_way: list[_Running]) -> list[_Running]:
@@ -548,7 +558,7 @@ class AgentRolloutWorker(JudgedByRun):
 
     def _failed(self, rollout: _Rollout, error: BaseException) -> list[Trajectory]:
         """One trajectory that says what went wrong, with what was sampled until then."""
-        what = {"status": "failed", "error": error_line(error), "traceback": "".join(tb.format_exception(error))[-8000:], "agent": _numbers(rollout.session, "failed")}
+        what = {"status": "failed", "error": error_line(error), "traceback": cut_middle("".join(tb.format_exception(error)), 8000)[0], "agent": _numbers(rollout.session, "failed")}
         more = {**({"attempts": list(rollout.causes)} if rollout.causes else {}), "trace": rollout.trace()}
         kept = session_trajectories(rollout.session, **{**rollout.fields, **what})[:1]
         made = kept[0] if kept else Trajectory(**{"prompt": str(rollout.task.get(self.prompt_key, ""))[:2000], **rollout.fields, **what})
