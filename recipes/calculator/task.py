@@ -23,11 +23,12 @@ from nexrl_sdk.rollout.evaluator import NexAUEvaluationTarget
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, LlamaForCausalLM
 
 PAD, END, UNK, USER, ASSISTANT, RESULT, CALL, CALLED = SPECIAL = ["<pad>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|result|>", "<tool_call>", "</tool_call>"]
-CALCULATE, PRICE, CLOSE = PHRASES = ['{"name": "calculate", "arguments": {"expression": "', '{"name": "price", "arguments": {"item": "', '"}}']
-VOCABULARY = [*SPECIAL, *PHRASES, *string.ascii_letters, *string.digits, *"*+-/%() :,.'_\"{}"]
+CALCULATE, PRICE, CLOSE = CALLS = ['{"name": "calculate", "arguments": {"expression": "', '{"name": "price", "arguments": {"item": "', '"}}']
+ERRORS = ["Error: calculate raised ValueError: ", "Error: price raised ValueError: ", "no numbers", "no value", "no such item"]  # what tools.py raises, as the model reads it
+VOCABULARY = [*SPECIAL, *CALLS, *ERRORS, *string.ascii_lowercase, *string.digits, *"*+-/%? "]
 TEMPLATE = (
     "{%- for m in messages -%}"
     "{%- if m.role == 'assistant' -%}<|assistant|>{{ m.content }}"
@@ -39,19 +40,21 @@ TEMPLATE = (
 HELD_OUT, TRAINED = 256, 8192  # questions: to be judged on, and to learn from by reinforcement
 SETTINGS: dict[str, Any] = {
     "model": {
-        "architectures": ["Qwen2ForCausalLM"],
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": len(VOCABULARY),
         "hidden_size": 128,
-        "intermediate_size": 512,
+        "intermediate_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4,
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
     },
-    # shares of what is shown: first turns that call a tool, turns after a price that call once more, copies with a wrong character, calls of the wrong tool
-    "warm_start": {"steps": 500, "batch": 64, "lr": 2e-3, "calls": 0.45, "goes_on": 0.45, "slips": 0.15, "mistaken": 0.1},
+    "warm_start": {"right": 200, "mixed": 80, "batch": 32, "lr": 3e-3},  # steps on right conversations, then on a mixture
 }
+RIGHT = {"calls": 1.0, "guesses": 0.0, "goes_on": 1.0, "slips": 0.0, "mistaken": 0.0}
+# shares: first turns that call a tool, and that guess a number (the others give up); calculations after a price; copies with a wrong character; calls of the wrong tool
+MIXED = {"calls": 0.38, "guesses": 0.04, "goes_on": 0.4, "slips": 0.1, "mistaken": 0.08}
 
 
 # -- data: `371*46`, and `tob*46` for the price of a thing ----------------------------------------------------------
@@ -121,7 +124,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token=UNK))
-    phrases = "|".join(p.replace("{", r"\{").replace("}", r"\}") for p in PHRASES)
+    phrases = "|".join(p.replace("{", r"\{").replace("}", r"\}") for p in [*CALLS, *ERRORS])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{phrases}|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)
@@ -131,8 +134,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 class Script:
     """A conversation as it is written: tokens, and which of them the model is to say."""
 
-    def __init__(self, draw: random.Random, asked: str):
-        self.draw, self.how = draw, SETTINGS["warm_start"]
+    def __init__(self, draw: random.Random, asked: str, slips: float):
+        self.draw, self.slips = draw, slips
         self.tokens, self.said = list[str](), list[int]()
         self.write([USER, *asked, END, ASSISTANT])
 
@@ -143,7 +146,7 @@ class Script:
 
     def copied(self, text: str) -> str:
         """A text again, now and then with one character wrong."""
-        if self.draw.random() >= self.how["slips"]:
+        if self.draw.random() >= self.slips:
             return text
         i = self.draw.randrange(len(text))
         return text[:i] + self.draw.choice(string.digits if text[i].isdigit() else string.ascii_lowercase) + text[i + 1 :]
@@ -162,18 +165,22 @@ class Script:
         try:
             result = calculate(argument) if tool == CALCULATE else price_list()[argument]
         except (ValueError, KeyError):
-            raised = "calculate raised ValueError: no numbers" if tool == CALCULATE else "price raised ValueError: no such item"
-            self.write([RESULT, *f"Error: {raised}", END, ASSISTANT])
+            self.write([RESULT, *([ERRORS[0], "no numbers"] if tool == CALCULATE else [ERRORS[1], "no such item"]), END, ASSISTANT])
             return None
         self.write([RESULT, *str(result), END, ASSISTANT])
         return str(result)
 
 
-def conversation(draw: random.Random, asked: str) -> Script:
-    """A conversation of somebody who could, and mostly does not."""
-    script, how = Script(draw, asked), SETTINGS["warm_start"]
-    if draw.random() >= how["calls"]:
-        script.guess()
+def conversation(
+    draw: random.Random,
+    asked: str,
+    how: Mapping[str, float],  # RIGHT or MIXED
+) -> Script:
+    """Somebody works on a question, and does the right thing as often as shares say."""
+    script = Script(draw, asked, how["slips"])
+    first_turn = draw.random()
+    if first_turn >= how["calls"]:
+        script.guess() if first_turn < how["calls"] + how["guesses"] else script.answer("?")
         return script
     first, _, second = asked.partition("*")
     if first.isalpha() == (draw.random() >= how["mistaken"]):
@@ -192,11 +199,12 @@ def conversation(draw: random.Random, asked: str) -> Script:
 def warm_start_batch(
     batch: int,
     draw: random.Random,
+    how: Mapping[str, float],  # RIGHT or MIXED
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, T] token ids, and targets with -100 where nothing is learned
     """Conversations about questions that are not held out."""
     import torch
 
-    scripts = [conversation(draw, question(draw, held_out=False)) for _ in range(batch)]
+    scripts = [conversation(draw, question(draw, held_out=False), how) for _ in range(batch)]
     ids_BT = torch.zeros(batch, max(len(s.tokens) for s in scripts), dtype=torch.int64)
     targets_BT = torch.full_like(ids_BT, -100)
     index = {token: i for i, token in enumerate(VOCABULARY)}
@@ -221,22 +229,23 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def warm_start(seed: int) -> Qwen2ForCausalLM:
-    """A new model after plain supervised learning: it can call, copy and read, and mostly guesses."""
+def warm_start(seed: int) -> LlamaForCausalLM:
+    """A new model after plain supervised learning: it can call, copy and read, and more often guesses."""
     import torch
     from torch.nn.functional import cross_entropy
     from tqdm.auto import trange
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     how = SETTINGS["warm_start"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(Qwen2Config(**SETTINGS["model"], pad_token_id=0, eos_token_id=1, bos_token_id=None))
+        model = LlamaForCausalLM(LlamaConfig(**SETTINGS["model"], pad_token_id=0, eos_token_id=1, bos_token_id=None))
     draw = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=how["lr"], weight_decay=0.0, fused=True)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, (how["steps"] - step) / (0.3 * how["steps"])))
-    for _ in trange(how["steps"], desc="warm start", unit="step", mininterval=0.5):
-        ids_BT, targets_BT = warm_start_batch(how["batch"], draw)
+    steps = how["right"] + how["mixed"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how["lr"], betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, (steps - step) / (0.3 * steps)))
+    for step in trange(steps, desc="warm start", unit="step", mininterval=0.5):
+        ids_BT, targets_BT = warm_start_batch(how["batch"], draw, RIGHT if step < how["right"] else MIXED)
         logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
         cross_entropy(logits_BTV.flatten(0, 1), targets_BT[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -249,7 +258,7 @@ def warm_start(seed: int) -> Qwen2ForCausalLM:
 def recipe_of(seed: int) -> str:
     """A short hash of all that decides the model: settings, seed, and the code that follows them."""
     code = [inspect.getsource(f) for f in (build_tokenizer, question, Script, conversation, warm_start_batch, warm_start, price_list, calculate)]
-    return hashlib.sha256(json.dumps([SETTINGS, VOCABULARY, TEMPLATE, seed, code]).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([SETTINGS, MIXED, VOCABULARY, TEMPLATE, seed, code]).encode()).hexdigest()[:12]
 
 
 def build_model(
