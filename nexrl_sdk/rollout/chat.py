@@ -97,16 +97,9 @@ def _namespace(value: Any) -> Any:
 # %% ../../nbs/43_rollout.chat.ipynb #6c195348
 def has_nexau() -> bool:
     """Whether NexAU itself is installed."""
-    import sys
+    from nexrl_sdk.compat import real_package
 
-    known = sys.modules.get("nexau")
-    if known is not None and getattr(known, "__spec__", None) is None:
-        return False
-    try:
-        spec = importlib.util.find_spec("nexau")
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None and "nexrl_sdk" not in spec.origin
+    return real_package("nexau") is not None
 
 
 class NexAUAgent:
