@@ -200,7 +200,7 @@ class _Request:
             at = marked
         return at if _digest(self.plain(self.text[:at])) == digest else None
 
-
+# %% ../../nbs/11_tokens.conversation.ipynb #5a76acc3
 def _behind(turn: Turn, made: _Request) -> str | None:
     """The rendered text behind what the model drew; None where the turn, or what comes before it, is shown otherwise."""
     begin = made.behind(*turn.begun[:2])

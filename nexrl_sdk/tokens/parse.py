@@ -76,7 +76,7 @@ class Parsed:
     thought: str = ""  # the reasoning with its tags, as it was written
     written: str = ""  # and what came behind it, calls and all
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #699e946a
 @dataclass
 class _Read:
     """What an answer is made of."""
@@ -101,7 +101,7 @@ class _Read:
         else:
             self.calls += [n for n in named if isinstance(n, tuple)]
 
-# %% ../../nbs/11_tokens.parse.ipynb #699e946a
+# %% ../../nbs/11_tokens.parse.ipynb #5e2d39d1
 def parse_message(
     tokenizer: Any,
     answer: Sequence[int] | str,  # what was sampled: tokens, or text with its special tokens
@@ -122,7 +122,7 @@ def parse_message(
         at -= max(len(t) for t in names if answer.endswith(t, 0, at))
     return _parsed(tokenizer, answer[:at], prefix, tools, format)
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #81911685
 _MARKERS = re.compile(r"tool|think|python_tag|ARGS|CALL", re.IGNORECASE)  # special tokens that an answer is made of
 
 
@@ -154,7 +154,7 @@ def _call_id(answer: bytes, n: int) -> str:
 _LONE = re.compile(r"[\ud800-\udfff]")  # half a character, which no tokenizer takes
 _OPENED = re.compile(r"(?:<think>|\[THINK\])\s*\Z")  # the same word in a message before is no tag
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #c8446ce8
 def _by_own(template: Any, text: str, prefix: str, tools: Sequence[Mapping[str, Any]] | None) -> _Read:
     """By the response template that came with the tokenizer."""
     from transformers.utils.chat_parsing import parse_response
@@ -170,7 +170,7 @@ def _by_own(template: Any, text: str, prefix: str, tools: Sequence[Mapping[str, 
         read.take([said], said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str))
     return read
 
-# %% ../../nbs/11_tokens.parse.ipynb #c8446ce8
+# %% ../../nbs/11_tokens.parse.ipynb #1eee17ee
 def _by_format(form: Format, text: str, prefix: str, tools: Sequence[Mapping[str, Any]] | None) -> _Read:
     """By where reasoning and calls begin and end."""
     opened = _OPENED.search(prefix[-200:])
@@ -190,7 +190,7 @@ def _by_format(form: Format, text: str, prefix: str, tools: Sequence[Mapping[str
     read.content = "".join([*parts, text[at:]])
     return read
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #8609a3d4
 def _reasoning(text: str, opened: bool) -> tuple[str, int]:
     """What is thought at an answer's beginning, and where the rest begins."""
     first = re.match(r"\s*(?:<think>|\[THINK\])", text)
@@ -207,7 +207,7 @@ def _alone(text: str) -> list[Any] | None:
     called = isinstance(found, list) and found and all(isinstance(c, dict) and ("parameters" in c or "arguments" in c) and isinstance(_named(c), tuple) for c in found)
     return found if called and isinstance(found, list) else None
 
-# %% ../../nbs/11_tokens.parse.ipynb #1eee17ee
+# %% ../../nbs/11_tokens.parse.ipynb #97d73fd6
 def _region(form: Format, body: str, closed: bool, tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | str:
     """The calls between an opening and a closing; or what is wrong."""
     if not form.head:
@@ -221,7 +221,7 @@ def _region(form: Format, body: str, closed: bool, tools: Sequence[Mapping[str, 
     found = _values(rest.removesuffix("```"))
     return found if isinstance(found, str) else [{**head.groupdict(), "arguments": found[0] if len(found) == 1 else found}]
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #e8278792
 _BETWEEN = re.compile(r"[;\s]*")
 
 
@@ -284,7 +284,7 @@ def _named(said: Any) -> tuple[str, str, str] | str:
     made = _dump(arguments)
     return "has arguments that are nested too deeply, or no JSON (NaN)" if made is None else (_LONE.sub("\ufffd", name.strip()), made, _id(said.get("id")))
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #329384d4
 def _id(given: Any) -> str:
     return given.strip() if isinstance(given, str) and re.fullmatch(r"\s*[\w-]{1,64}\s*", given) else ""
 
@@ -321,7 +321,7 @@ def _text(content: Any) -> Any:
         return _LONE.sub("\ufffd", "".join(str(p.get("text", "")) for p in content))
     return content
 
-
+# %% ../../nbs/11_tokens.parse.ipynb #18ecfe6e
 def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     function["arguments"] = _loaded(function.get("arguments"))
