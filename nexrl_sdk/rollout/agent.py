@@ -153,7 +153,7 @@ def _ending(reply: Reply, client: Session) -> str:
 GRACE = 5.0  # seconds between being told to stop and being given up
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """One rollout under way."""
 
@@ -284,6 +284,8 @@ class JudgedByRun(BaseRolloutWorker):
 
     def _mask(self, rollouts: Rollouts) -> None:
         """Zero the loss mask of the answers that the hook leaves out."""
+        if type(self).get_train_loss_mask is BaseRolloutWorker.get_train_loss_mask:
+            return
         for run in _runs(list(rollouts)):
             turns = _learned(run)
             if run[0].status == "failed" or run[0].get("masked_by_worker") or not turns:
