@@ -604,7 +604,12 @@ class Parts(Identity):
 
         if w.agent_function:
             return proxied(self.load_reference(w.agent_function, "rollout_worker.agent_function"))
-        return proxied([a.replace("{python}", sys.executable) for a in w.agent_command], cwd=str(workspace or self.base_dir))
+        command, folder = [a.replace("{python}", sys.executable) for a in w.agent_command], str(workspace or self.base_dir)
+        if w.agent_processes is None:
+            return proxied(command, cwd=folder)
+        from nexrl_sdk.serve.agent_lines import LineAgents
+
+        return proxied(LineAgents(command, w.agent_processes, cwd=folder))
 
     def agent_settings(self) -> dict[str, Any]:
         """What a worker with an agent is told beside the others' settings."""
