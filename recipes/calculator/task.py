@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools import calculate, price_list
+from tools import calculate, price, price_list
 
 from nexrl_sdk import EvaluationRunResult, Evaluator
 from nexrl_sdk.rollout.evaluator import NexAUEvaluationTarget
@@ -163,9 +163,9 @@ class Script:
         """Call a tool, and read what it says."""
         self.write([CALL, tool, *argument, CLOSE, CALLED, END], said=True)
         try:
-            result = calculate(argument) if tool == CALCULATE else price_list()[argument]
-        except (ValueError, KeyError):
-            self.write([RESULT, *([ERRORS[0], "no numbers"] if tool == CALCULATE else [ERRORS[1], "no such item"]), END, ASSISTANT])
+            result = (calculate if tool == CALCULATE else price)(argument)
+        except ValueError as e:
+            self.write([RESULT, ERRORS[0 if tool == CALCULATE else 1], str(e), END, ASSISTANT])
             return None
         self.write([RESULT, *str(result), END, ASSISTANT])
         return str(result)
@@ -257,7 +257,7 @@ def warm_start(seed: int) -> LlamaForCausalLM:
 
 def recipe_of(seed: int) -> str:
     """A short hash of all that decides the model: settings, seed, and the code that follows them."""
-    code = [inspect.getsource(f) for f in (build_tokenizer, question, Script, conversation, warm_start_batch, warm_start, price_list, calculate)]
+    code = [inspect.getsource(f) for f in (build_tokenizer, question, Script, conversation, warm_start_batch, warm_start, price_list, price, calculate)]
     return hashlib.sha256(json.dumps([SETTINGS, MIXED, VOCABULARY, TEMPLATE, seed, code]).encode()).hexdigest()[:12]
 
 
