@@ -47,7 +47,7 @@ def test_calculate(tools, expression, value):
 def test_calculate_refuses_everything_else_in_few_words(tools, expression, reason):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match=f"^{reason}$"):
+        with pytest.raises(ValueError, match=rf"^{reason}$"):
             tools.calculate(expression)
 
 
@@ -57,7 +57,7 @@ def test_prices_are_always_the_same(tools):
     assert tools.price_list() == prices and len(prices) == 18 * 5 * 18 and all(100 <= p < 1000 and len(name) == 3 for name, p in prices.items())
     name = next(iter(prices))
     assert tools.price(name) == prices[name]
-    with pytest.raises(ValueError, match="^no such item$"):
+    with pytest.raises(ValueError, match=r"^no such item$"):
         tools.price("xxx")
 
 
