@@ -103,7 +103,8 @@ class Agent:
         return said, "max_iterations"
 
     def _ask(self, talk: _Talk) -> Reply:
-        with talk.tracer.span("model", "llm", {"messages": [dict(m) for m in talk.messages], "tools": self._definitions}) as span:
+        with talk.tracer.span("model", "llm") as span:
+            span.inputs = {"messages": list(talk.messages), "tools": self._definitions}
             reply = talk.client.complete(talk.messages, self._definitions, max_prompt=self.config.max_context_tokens, **self._params)
             span.outputs = {"message": reply.message, "finish_reason": reply.finish_reason, "usage": reply.usage}
             span.attributes["turn"] = reply.number
@@ -182,6 +183,7 @@ class RolloutRunner:
         self.function, self.late, self.concurrency, self.timeout = function, late, concurrency, timeout
         self.grace, self.progress, self.stop_flag = grace, progress, stop_flag
         self._changed = threading.Condition()
+        self._ended: list[_Running] = []  # and not yet looked at
 
     def run(
         self,
@@ -189,35 +191,39 @@ class RolloutRunner:
     ) -> list[Any]:  # in the order of the items
         """Run them all; the first error that a function raises ends the others."""
         results: list[Any] = [None] * len(items)
-        waiting, under_way, done = deque(range(len(items))), list[_Running](), 0
+        waiting, done = deque(range(len(items))), 0
+        under_way: dict[int, _Running] = {}  # in the order in which they began
         try:
             while waiting or under_way:
-                while waiting and len(under_way) < self.concurrency and self._go_on():
-                    begun = self._start(items, waiting[0])
-                    if begun is None and not under_way:
-                        raise BackendError("not one thread can be started for a rollout; let fewer programs run beside this one, or raise the limit of processes (ulimit -u)")
-                    if begun is None:  # as many as there are threads for
-                        break
-                    waiting.popleft()
-                    under_way.append(begun)
-                over = self._wait(under_way)
-                for r in over:
+                self._fill(items, waiting, under_way)
+                for r in self._wait(under_way):
+                    if under_way.pop(r.index, None) is not r:  # it was given up before
+                        continue
                     if r.error is not None:
                         raise r.error
                     results[r.index] = r.result if r.done else self.late(items[r.index])
-                under_way = [r for r in under_way if r not in over]
-                done += len(over)
-                if self.progress is not None and over:
-                    self.progress(done, len(items))
+                    done += 1
+                    if self.progress is not None:
+                        self.progress(done, len(items))
         finally:
-            for r in under_way:
+            for r in under_way.values():
                 r.cancel.set()
         return results
 
-    def _go_on(self) -> bool:
+    def _fill(self, items: Sequence[Any], waiting: deque[int], under_way: dict[int, _Running]) -> None:
+        """Begin as many as there may be at once."""
+        while waiting and len(under_way) < self.concurrency:
+            self._check_stop()
+            begun = self._start(items, waiting[0])
+            if begun is None and not under_way:
+                raise BackendError("not one thread can be started for a rollout; let fewer programs run beside this one, or raise the limit of processes (ulimit -u)")
+            if begun is None:  # as many as there are threads for
+                return
+            under_way[waiting.popleft()] = begun
+
+    def _check_stop(self) -> None:
         if self.stop_flag is not None and self.stop_flag.is_set():
             raise Interrupted("stopped while rollouts were under way")
-        return True
 
     def _start(self, items: Sequence[Any], index: int) -> _Running | None:
         """A thread at work on an item; None where there are no more threads."""
@@ -230,6 +236,7 @@ class RolloutRunner:
                 r.error = e
             with self._changed:
                 r.done = True
+                self._ended.append(r)
                 self._changed.notify()
 
         try:
@@ -238,24 +245,29 @@ class RolloutRunner:
             return None
         return r
 
-    def _wait(self, under_way: list[_Running]) -> list[_Running]:
+    def _wait(self, under_way: dict[int, _Running]) -> list[_Running]:
         """Those that have ended or are given up."""
+        _, until = self._overdue(under_way)
+        times = [*([] if until is None else [max(0.0, until - time.monotonic())]), *([] if self.stop_flag is None else [0.05])]
         with self._changed:
-            if not any(r.done for r in under_way):
-                self._changed.wait(self._patience(under_way))
-            ended = [r for r in under_way if r.done]
-        self._go_on()
-        now = time.monotonic()
-        for r in under_way:
-            if r.deadline is not None and now > r.deadline:
-                r.cancel.set()
-        return ended + [r for r in under_way if not r.done and r.deadline is not None and now > r.deadline + self.grace]
+            if not self._ended:
+                self._changed.wait(min(times, default=None))
+            ended, self._ended = self._ended, []
+        self._check_stop()
+        return ended + self._overdue(under_way)[0]
 
-    def _patience(self, under_way: list[_Running]) -> float | None:
-        """Seconds until something must be looked at."""
-        now = time.monotonic()
-        times = [max(0.0, t - now) for r in under_way if r.deadline is not None for t in (r.deadline, r.deadline + self.grace) if t > now]
-        return min([*times, *([0.05] if self.stop_flag is not None else [])], default=None)
+    def _overdue(self, under_way: dict[int, _Running]) -> tuple[list[_Running], float | None]:
+        """Those to be given up, and when the next must be looked at; whoever passes its deadline is told to stop."""
+        now, given_up, times = time.monotonic(), list[_Running](), list[float]()
+        for r in under_way.values():
+            if r.deadline is None or now <= r.deadline:  # nor can the later ones have passed theirs
+                return given_up, min([*times, *([] if r.deadline is None else [r.deadline])], default=None)
+            r.cancel.set()
+            if now <= r.deadline + self.grace:
+                times.append(r.deadline + self.grace)
+            elif not r.done:
+                given_up.append(r)
+        return given_up, min(times, default=None)
 
 # %% ../../nbs/43_rollout.agent.ipynb #0a4cc79b
 def _runs(rollouts: Sequence[Trajectory]) -> list[list[Trajectory]]:
