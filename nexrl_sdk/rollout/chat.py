@@ -17,7 +17,7 @@ from .session import Reply, Session
 from ..types import ConfigError
 
 # %% auto #0
-__all__ = ['ChatClient', 'completion_dict', 'has_nexau', 'NexAUAgent']
+__all__ = ['ChatClient', 'completion_dict', 'trace_of', 'has_nexau', 'NexAUAgent']
 
 # %% ../../nbs/43_rollout.chat.ipynb #a3349a44
 _TAKEN = ("messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "temperature", "top_p", "seed")
@@ -93,6 +93,34 @@ def _namespace(value: Any) -> Any:
     if isinstance(value, Mapping):
         return SimpleNamespace(**{"tool_calls": None, **{k: _namespace(v) for k, v in value.items()}} if "role" in value else {k: _namespace(v) for k, v in value.items()})
     return [_namespace(v) for v in value] if isinstance(value, list) else value
+
+# %% ../../nbs/43_rollout.chat.ipynb #dfef96e1
+def trace_of(
+    trajectories: Sequence[Mapping[str, Any]],  # of one rollout, with prompt_messages and response_message
+    name: str = "agent",
+) -> dict[str, Any]:  # as InMemoryTracer gives it, without times
+    """A trace from what was said."""
+    children = [span for t in trajectories for span in _steps([*(t.get("prompt_messages") or ()), t.get("response_message") or {}])]
+    answer = str((trajectories[0].get("response_message") or {}).get("content") or "") if trajectories else ""
+    return {**_span(name, "AGENT", {}, {"answer": answer}), "children": children}
+
+
+def _steps(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Answers of the model and of its tools, in their order."""
+    found, calls = list[dict[str, Any]](), dict[str, Mapping[str, Any]]()
+    for i, m in enumerate(messages):
+        if m.get("role") == "assistant":
+            found.append(_span("model", "LLM", {"messages": [dict(x) for x in messages[:i]]}, {"message": dict(m)}))
+            calls.update({str(c.get("id")): c.get("function") or {} for c in m.get("tool_calls") or ()})
+        elif m.get("role") == "tool":
+            said, call = str(m.get("content") or ""), calls.get(str(m.get("tool_call_id")), {})
+            found.append(_span(str(m.get("name") or call.get("name") or "tool"), "TOOL", {"arguments": call.get("arguments")}, {"result": said}, said if said.startswith("Error") else None))
+    return found
+
+
+def _span(name: str, kind: str, inputs: dict[str, Any], outputs: dict[str, Any], error: str | None = None) -> dict[str, Any]:
+    times = dict.fromkeys(("id", "parent_id", "start_time", "end_time", "duration_ms"))
+    return {**times, "name": name, "type": kind, "inputs": inputs, "outputs": outputs, "attributes": {}, "error": error, "children": []}
 
 # %% ../../nbs/43_rollout.chat.ipynb #6c195348
 def has_nexau() -> bool:
