@@ -10,22 +10,24 @@ import contextvars
 import copy
 import inspect
 import json
+import logging
 import re
 import threading
 import time
 import traceback as tb
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult
+from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
 from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _score_of, as_evaluator, score
 from .rollouts import Rollouts
 from .session import Reply, Session, SessionClosed, session_trajectories
 from .tools import as_text, cut_middle
-from .trace import error_line
+from .trace import Span, error_line
 from .worker import _OURS, BaseRolloutWorker, Progress, Task, derive_seed, run_many
 from ..tokens.render import render_example
 from ..types import BackendError, ConfigError, ContextOverflowError, DataError, EvaluatorError, Interrupted, SamplingParams, Trajectory, nearest
@@ -43,6 +45,39 @@ class _Talk:
     tracer: InMemoryTracer
     context: Mapping[str, Any]  # values for system prompts
     messages: list[dict[str, Any]]
+    tracers: list[Any] = field(default_factory=list)  # of the configuration, beside `tracer`
+    spans: list[Any] = field(default_factory=list)  # the innermost of each; empty before the first
+
+    @contextmanager
+    def span(self, name: str, kind: str, inputs: Mapping[str, Any] | None = None) -> Iterator[Span]:
+        """A step, told to every tracer."""
+        with self.tracer.span(name, kind, inputs) as span:
+            above = self.spans or [None] * len(self.tracers)
+            self.spans = [_told(t, "start_span", name, span.type, span.inputs, parent) for t, parent in zip(self.tracers, above)]
+            try:
+                yield span
+            except BaseException as e:
+                span.error = error_line(e)
+                raise
+            finally:
+                for t, theirs in zip(self.tracers, self.spans):
+                    _told(t, "end_span", theirs, span.outputs, span.error, span.attributes)
+                self.spans = above
+
+
+_log = logging.getLogger("nexrl_sdk.rollout.agent")
+_SILENT: set[int] = set()  # tracers whose failure was logged
+
+
+def _told(tracer: Any, method: str, first: Any, *rest: Any) -> Any:
+    """What a tracer answers; it must not end a rollout, and says once that it fails."""
+    try:
+        return None if first is None else getattr(tracer, method)(first, *rest)
+    except Exception:  # noqa: BLE001 - a tracer of the user's own may raise anything
+        if id(tracer) not in _SILENT:
+            _SILENT.add(id(tracer))
+            _log.warning("the tracer %s fails in %s; rollouts go on without it", type(tracer).__name__, method, exc_info=True)
+        return None
 
 
 class Agent:
@@ -56,6 +91,7 @@ class Agent:
         self._tools = {t.name: t for t in config.tools}
         self._subs = {SUB_AGENT + name: Agent(sub) for name, sub in config.sub_agents.items()}
         self._definitions = config.definitions() or None
+        self.tracers = [t for t in load_tracers(config) if type(t).__name__ != "InMemoryTracer"]  # each rollout has one of those anyway
         self._params = {k: config.llm_config[k] for k in SAMPLING if config.llm_config.get(k) is not None}
 
     def run(
@@ -67,11 +103,16 @@ class Agent:
         context: Mapping[str, Any] | None = None,  # values for the system prompt
     ) -> str:  # the answer's text
         """Work on one task until there is an answer; why it ended is in the session's meta."""
-        tracer = InMemoryTracer() if tracer is None else tracer
-        client.meta["tracer"] = tracer
-        client.conversation.template_kwargs = {**(self.config.llm_config.get("chat_template_kwargs") or {}), **client.template_kwargs}
-        with tracer.span(self.config.name, "agent", {"message": message}) as span:
-            answer, ended = self._turns(_Talk(client, tracer, context or {}, self._begin(message, context or {})))
+        given = dict(context or {})
+        return self._run(message, _Talk(client, InMemoryTracer() if tracer is None else tracer, given, [], self.tracers))
+
+    def _run(self, message: Any, talk: _Talk) -> str:
+        client, kwargs = talk.client, self.config.llm_config.get("chat_template_kwargs") or {}
+        client.meta["tracer"] = talk.tracer
+        client.conversation.template_kwargs = {**kwargs, **client.template_kwargs}
+        with talk.span(self.config.name, "agent", {"message": message}) as span:
+            talk.messages = self._begin(message, talk.context)
+            answer, ended = self._turns(talk)
             client.meta["ended"] = ended
             span.outputs = {"answer": answer, "ended": ended}
         return answer
@@ -103,8 +144,7 @@ class Agent:
         return said, "max_iterations"
 
     def _ask(self, talk: _Talk) -> Reply:
-        with talk.tracer.span("model", "llm") as span:
-            span.inputs = {"messages": list(talk.messages), "tools": self._definitions}
+        with talk.span("model", "llm", {"tools": self._definitions, "messages": list(talk.messages)}) as span:
             reply = talk.client.complete(talk.messages, self._definitions, max_prompt=self.config.max_context_tokens, **self._params)
             span.outputs = {"message": reply.message, "finish_reason": reply.finish_reason, "usage": reply.usage}
             span.attributes["turn"] = reply.number
@@ -114,7 +154,7 @@ class Agent:
         """Run what the model called."""
         name, arguments, meta = call["function"]["name"], call["function"]["arguments"], talk.client.meta
         meta["tool_calls"] = meta.get("tool_calls", 0) + 1
-        with talk.tracer.span(name, "sub_agent" if name in self._subs else "tool", {"arguments": arguments}) as span:
+        with talk.span(name, "sub_agent" if name in self._subs else "tool", {"arguments": arguments}) as span:
             result = self._delegate(name, arguments, talk) if name in self._subs else self._tool(name, arguments, talk.client)
             span.outputs, span.error = {"result": result.text}, result.error
         meta["tool_errors"] = meta.get("tool_errors", 0) + (result.error is not None)
@@ -136,7 +176,7 @@ class Agent:
             error = f"{name} takes an object with 'message'"
             return ToolResult(f"Error: {error}", error)
         client = talk.client.child(sub.config.name)
-        answer = sub.run(as_text(message), client=client, tracer=talk.tracer, context=talk.context)
+        answer = sub._run(as_text(message), _Talk(client, talk.tracer, talk.context, [], talk.tracers, talk.spans))
         text, truncated = cut_middle(answer or f"({sub.config.name} gave no answer: {client.meta['ended']})", self.config.tool_output_limit)
         return ToolResult(text, None, time.monotonic() - began, truncated)
 

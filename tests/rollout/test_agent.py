@@ -628,6 +628,34 @@ def test_pig_latin():
     assert drawn_text(backend, found[1]).startswith("bye") and drawn_text(backend, found[0]).startswith("oodgay ayday")
 
 
+def test_configured_tracers_hear_of_every_step_and_a_failing_one_ends_nothing(caplog):
+    class Mine:
+        def __init__(self):
+            self.spans = []
+
+        def start_span(self, name, span_type, inputs=None, parent_span=None, attributes=None):
+            self.spans.append({"name": name, "type": span_type, "above": parent_span and parent_span["name"], "ended": False})
+            return self.spans[-1]
+
+        def end_span(self, span, outputs=None, error=None, attributes=None):
+            span.update(ended=True, error=error, outputs=outputs)
+
+    class Broken(Mine):
+        def start_span(self, *args, **kwargs):
+            raise ValueError("no")
+
+    mine = Mine()
+    geo = AgentConfig.make("You know cities.", name="geo")
+    agent = AgentConfig.make("x", tools=[add], sub_agents={"geo": geo}, tracers=[Broken(), mine, InMemoryTracer()])
+    with caplog.at_level(logging.WARNING, "nexrl_sdk.rollout.agent"):
+        _, found = run(lambda text, params: "Paris" if "cities" in text else "42" if "<|tool|>" in text else call("sub-agent-geo", message="x") + call("ad", a=1, b=2), agent=agent)
+    assert found[0].reward == 1.0 and [r.message for r in caplog.records] == ["the tracer Broken fails in start_span; rollouts go on without it"]
+    assert [(s["name"], s["type"], s["above"]) for s in mine.spans] == [
+        ("agent", "agent", None), ("model", "llm", "agent"), ("sub-agent-geo", "sub_agent", "agent"), ("geo", "agent", "sub-agent-geo"), ("model", "llm", "geo"), ("ad", "tool", "agent"), ("model", "llm", "agent"),
+    ]  # fmt: skip
+    assert all(s["ended"] for s in mine.spans) and "no tool 'ad'" in mine.spans[-2]["error"]
+
+
 def test_an_agent_runs_by_itself():
     from nexrl_sdk.rollout.session import Session
 
