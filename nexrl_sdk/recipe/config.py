@@ -596,7 +596,10 @@ class Parts(Identity):
         workspace = self.resolve_path(w.agent_workspace) if w.agent_workspace else None
         if w.agent_config_path:
             from nexrl_sdk.rollout.agent_config import AgentConfig
+            from nexrl_sdk.rollout.chat import NexAUAgent, has_nexau
 
+            if has_nexau():
+                return NexAUAgent(self.resolve_path(w.agent_config_path))
             return AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=workspace)
         if not named:
             return None

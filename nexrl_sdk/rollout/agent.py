@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _score_of, as_evaluator, score
+from .chat import NexAUAgent, has_nexau, trace_of
+from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _score_of, as_evaluator, as_result, score
 from .rollouts import Rollouts
 from .session import Reply, Session, SessionClosed, session_trajectories
 from .tools import as_text, cut_middle
@@ -416,8 +417,9 @@ class _Rollout:
     causes: list[str] = field(default_factory=list)  # of earlier tries
 
     def trace(self) -> dict[str, Any]:
-        """The steps, also where the agent was given a tracer of its own."""
-        return self.tracer.get_trace() or self.session.meta.get("tracer", self.tracer).get_trace()
+        """The steps, also where the agent was given a tracer of its own; empty where it keeps none here."""
+        theirs = self.session.meta.get("nexau_traces") or [{}]
+        return self.tracer.get_trace() or self.session.meta.get("tracer", self.tracer).get_trace() or dict(theirs[-1])
 
 
 _HERE: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("rollout", default=None)
@@ -487,7 +489,7 @@ class AgentRolloutWorker(JudgedByRun):
         query = self.format_task_query(task)
         if self.agent is None:
             raise ConfigError(f"{type(self).__name__} has no agent: give agent=, or override run_agent")
-        if isinstance(self.agent, Agent):
+        if isinstance(self.agent, (Agent, NexAUAgent)):
             return self.agent.run(query, client=self.client, tracer=self.tracer, context=_names(task))
         answer = _awaited(_call_agent(self.agent, query, self.client, task), self.client.cancel)
         return _last_words(self.client) if answer is None else as_text(answer)
@@ -592,6 +594,8 @@ class AgentRolloutWorker(JudgedByRun):
             raise ContextOverflowError(rollout.session.meta.get("overflow", "the conversation has outgrown the context"))
         if ended in ("context", "max_iterations") and self.unfinished == "fail":
             return self._failed(rollout, ContextOverflowError(f"the rollout ended without an answer: {ended} (unfinished: fail)"))
+        if isinstance(answer, tuple) and len(answer) == 2 and hasattr(answer[1], "reward"):  # what run_agent of NexRL's own workers returns: the output, and its evaluation
+            return self._given(self._trajectories(rollout, as_text(getattr(answer[0], "final_answer", answer[0]))), _evaluated(answer[1]))
         return self._trajectories(rollout, as_text(answer))
 
     def _trajectories(self, rollout: _Rollout, answer: str, **fields: Any) -> list[Trajectory]:
@@ -599,6 +603,10 @@ class AgentRolloutWorker(JudgedByRun):
         found = session_trajectories(rollout.session.family(), **{**rollout.fields, **own, **fields})
         if not found:
             raise BackendError("the agent ended without asking the model anything: nothing was sampled, so nothing can be learned")
+        if not own["trace"]:
+            said = trace_of(found)
+            for t in found:
+                t["trace"] = said
         if rollout.causes:
             found[0]["attempts"] = list(rollout.causes)
         return found
@@ -627,12 +635,20 @@ class AgentRolloutWorker(JudgedByRun):
 def _as_agent(given: Any, workspace: str | Path | None) -> Any:
     """The agent that is meant."""
     if isinstance(given, (str, Path)):
-        given = AgentConfig.load(given, workspace=workspace)
+        given = NexAUAgent(given) if has_nexau() else AgentConfig.load(given, workspace=workspace)
     if isinstance(given, AgentConfig):
         return Agent(given)
-    if given is not None and not isinstance(given, Agent):
+    if given is not None and not isinstance(given, (Agent, NexAUAgent)):
         _check_agent(given)
     return given
+
+
+def _evaluated(result: Any) -> Score:
+    """What an evaluator said, checked."""
+    try:
+        return _score_of(as_result(result))
+    except EvaluatorError as e:
+        return Score("error", error=str(e))
 
 
 _OFFERED = ("session", "client", "data", "cancel")  # what an agent of the user's own may take
