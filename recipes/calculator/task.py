@@ -258,7 +258,7 @@ def warm_start(seed: int) -> LlamaForCausalLM:
 def recipe_of(seed: int) -> str:
     """A short hash of all that decides the model: settings, seed, and the code that follows them."""
     code = [inspect.getsource(f) for f in (build_tokenizer, question, Script, conversation, warm_start_batch, warm_start, price_list, price, calculate)]
-    return hashlib.sha256(json.dumps([SETTINGS, MIXED, VOCABULARY, TEMPLATE, seed, code]).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([SETTINGS, RIGHT, MIXED, VOCABULARY, TEMPLATE, seed, code]).encode()).hexdigest()[:12]
 
 
 def build_model(
