@@ -599,14 +599,16 @@ class AgentRolloutWorker(JudgedByRun):
         return self._trajectories(rollout, as_text(answer))
 
     def _trajectories(self, rollout: _Rollout, answer: str, **fields: Any) -> list[Trajectory]:
-        own = {"final_answer": answer, "agent": _numbers(rollout.session), "trace": rollout.trace()}
+        own: dict[str, Any] = {"final_answer": answer, "agent": _numbers(rollout.session), "trace": rollout.trace()}
         found = session_trajectories(rollout.session.family(), **{**rollout.fields, **own, **fields})
         if not found:
             raise BackendError("the agent ended without asking the model anything: nothing was sampled, so nothing can be learned")
         if not own["trace"]:
             said = trace_of(found)
+            tools = [s for s in said["children"] if s["type"] == "TOOL"]
+            numbers = {**own["agent"], "tool_calls": len(tools), "tool_errors": sum(s["error"] is not None for s in tools)}
             for t in found:
-                t["trace"] = said
+                t.update(trace=said, agent=numbers)
         if rollout.causes:
             found[0]["attempts"] = list(rollout.causes)
         return found

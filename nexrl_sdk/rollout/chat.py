@@ -107,15 +107,23 @@ def trace_of(
 
 def _steps(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Answers of the model and of its tools, in their order."""
-    found, calls = list[dict[str, Any]](), dict[str, Mapping[str, Any]]()
+    found, waiting = list[dict[str, Any]](), list[Mapping[str, Any]]()  # calls of the last answer that have no result yet
     for i, m in enumerate(messages):
         if m.get("role") == "assistant":
             found.append(_span("model", "LLM", {"messages": [dict(x) for x in messages[:i]]}, {"message": dict(m)}))
-            calls.update({str(c.get("id")): c.get("function") or {} for c in m.get("tool_calls") or ()})
+            waiting = list(m.get("tool_calls") or ())
         elif m.get("role") == "tool":
-            said, call = str(m.get("content") or ""), calls.get(str(m.get("tool_call_id")), {})
+            said, call = str(m.get("content") or ""), _called(waiting, m.get("tool_call_id"))
             found.append(_span(str(m.get("name") or call.get("name") or "tool"), "TOOL", {"arguments": call.get("arguments")}, {"result": said}, said if said.startswith("Error") else None))
     return found
+
+
+def _called(waiting: list[Mapping[str, Any]], ident: Any) -> Mapping[str, Any]:
+    """The function that a result is of: by its id, else the next in order."""
+    if not waiting:
+        return {}
+    at = next((i for i, c in enumerate(waiting) if ident is not None and c.get("id") == ident), 0)
+    return waiting.pop(at).get("function") or {}
 
 
 def _span(name: str, kind: str, inputs: dict[str, Any], outputs: dict[str, Any], error: str | None = None) -> dict[str, Any]:
