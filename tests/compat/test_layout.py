@@ -201,7 +201,7 @@ def test_what_is_wrong_in_its_files_is_found_before_a_run(layout, file, old, new
     "old,new,expected",
     [
         ('"nexau"\n', '"simple"\n', "SimpleRolloutWorker runs no agent; say rollout_worker.type: agent"),
-        ("  nexau_agent_config_path: \"recipe/ask/agent_workspace/agent_config.yaml\"\n", "", "an agent needs its file"),
+        ("  nexau_agent_config_path: \"recipe/ask/agent_workspace/agent_config.yaml\"\n", "", "give an agent's file"),
     ],
 )
 def test_an_agent_without_its_file_and_a_file_without_an_agent(layout, old, new, expected):
