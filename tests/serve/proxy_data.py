@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from conftest import make_tokenizer
-
 from nexrl_sdk.backend.base import Capabilities
 from nexrl_sdk.types import Completion, Interrupted, Trajectory
+
+_found = importlib.util.spec_from_file_location("root_conftest", Path(__file__).parents[1] / "conftest.py")  # folders have conftests of their own
+assert _found is not None and _found.loader is not None
+_conftest = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(_conftest)
+make_tokenizer = _conftest.make_tokenizer
 
 AGENT = Path(__file__).with_name("openai_agent.py")
 TEMPLATE = (
