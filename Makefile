@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 export PIP_NO_INPUT=1
 
-.PHONY: help demo test check export clean bench docs lint types
+.PHONY: help demo demo-agent test check export clean bench docs lint types
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ $(VENV)/.installed-cookbook: scripts/tinker_cookbook.py $(VENV)/.installed-vllm
 	$(BIN)/python scripts/tinker_cookbook.py
 	@touch $@
 
+$(VENV)/.installed-sandbox: scripts/bubblewrap.py $(VENV)/.installed-cookbook
+	$(BIN)/python scripts/bubblewrap.py
+	@touch $@
+
 $(VENV)/.installed-docs: $(VENV)/.installed-dev
 	$(PIP) install -q -c constraints.txt -e '.[docs]'
 	@touch $@
@@ -37,7 +41,10 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 demo: $(VENV)/.installed  ## install, then watch a small model learn on this machine's CPU
 	$(BIN)/nexrl run recipes/reverse
 
-test: $(VENV)/.installed-cookbook  ## every test: the notebooks' own cells, then pytest (with the tutorials in a real kernel)
+demo-agent: $(VENV)/.installed  ## install, then watch a small agent learn to use its tools
+	$(BIN)/nexrl run recipes/calculator
+
+test: $(VENV)/.installed-sandbox  ## every test: the notebooks' own cells, then pytest (with the tutorials in a real kernel)
 	$(BIN)/python scripts/notebooks.py test --workers $(WORKERS)
 	$(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup -q
 

@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 ini = ConfigParser(delimiters=["="], interpolation=None)
 ini.read("settings.ini", encoding="utf-8")
 cfg = ini["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "vllm", "tinker", "weaver", "ray", "track", "docs")}
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "vllm", "tinker", "weaver", "ray", "track", "rewards", "docs")}
 
 setup(
     name=cfg["lib_name"],
@@ -20,6 +20,7 @@ setup(
     url=cfg["git_url"],
     keywords=cfg["keywords"].split(),
     packages=find_packages(include=["nexrl_sdk", "nexrl_sdk.*"]),
+    py_modules=["nexrl"],  # leads code and commands of NexRL here, where NexRL itself is not installed
     package_data={"nexrl_sdk": ["py.typed"]},
     include_package_data=True,
     python_requires=f">={cfg['min_python']}",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import re
 import threading
 import uuid
@@ -23,11 +22,12 @@ import numpy as np
 from .base import Backend, Capabilities
 from ..engine.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
 from ..engine.learner import ForwardOutput
+from ..tokens.parse import parse_message
 from ..tokens.render import render_prompt
 from ..types import AdamParams, BackendError, CheckpointError, Completion, ConfigError, DataError, Datum, Interrupted, NexRLError, SamplingParams, nearest
 
 # %% auto #0
-__all__ = ['API_LOSSES', 'LOCAL', 'T', 'api_loss_config', 'wire_inputs', 'wire_config', 'read_message', 'check_metadata', 'reach',
+__all__ = ['API_LOSSES', 'LOCAL', 'T', 'api_loss_config', 'wire_inputs', 'wire_config', 'check_metadata', 'reach',
            'check_settings', 'local_key', 'Pending', 'ApiHolder', 'plain_metrics', 'ApiBackend']
 
 # %% ../../nbs/36_backend.api.ipynb #ad2111d3
@@ -91,28 +91,6 @@ def wire_config(
             raise ConfigError("dro on a training API needs the same weight at every token: set algorithm.loss_agg_mode to token-mean or token-sum")
         found["beta"] = found.get("beta", 0.05) * float(weights[0])
     return found
-
-# %% ../../nbs/36_backend.api.ipynb #2531fef0
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-def read_message(
-    text: str,  # what a model answered, without special tokens
-) -> dict[str, Any]:  # role, content and, where there are any, tool_calls
-    """A chat message in OpenAI's form; tool calls as Hermes and Qwen models write them."""
-    calls: list[dict[str, Any]] = []
-
-    def take(match: re.Match[str]) -> str:
-        try:
-            value = json.loads(match[1])
-            name, arguments = value["name"], value.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return match[0]
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": {"name": str(name), "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}})
-        return ""
-
-    content = _CALL.sub(take, text)
-    return {"role": "assistant", "content": content.strip() if calls else content, **({"tool_calls": calls} if calls else {})}
 
 # %% ../../nbs/36_backend.api.ipynb #f12b2ee7
 def check_metadata(
@@ -288,9 +266,9 @@ class ApiHolder(ABC):
         """The next message of a conversation, n times."""
         prompt = self.apply_chat_template(messages, tools, **template)
         found = self.sample_from_prompt(prompt, params, n)
-        choices = []
+        choices, asked = [], str(self.tokenizer.decode(prompt[-100:]))
         for i, c in enumerate(found):
-            message = read_message(c.text or "")
+            message = parse_message(self.tokenizer, c.tokens, prefix=asked, tools=tools).message
             choices.append({"index": i, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else c.finish_reason, "tokens": c.tokens, "logprobs": c.logprobs})
         used = sum(len(c.tokens) for c in found)
         return {"object": "chat.completion", "model": self.base_model, "choices": choices, "prompt_tokens": prompt, "usage": {"prompt_tokens": len(prompt), "completion_tokens": used, "total_tokens": len(prompt) + used}}

@@ -521,6 +521,18 @@ def _capped(text: str, most: int = 4000) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
+_LAUNCHER = ("-m", "-c", "-r", "-t", "--mode", "--train-config", "--run-nexrl", "--tag", "--inference-url")  # options of NexRL's own launcher
+
+
+def _translated(arguments: list[str]) -> list[str]:
+    """The arguments, also where they are in the form of NexRL's own launcher."""
+    if not any(a.startswith("recipe=") for a in arguments) and not (arguments and arguments[0].startswith(_LAUNCHER)):
+        return arguments
+    from nexrl_sdk.compat import translated
+
+    return translated(arguments)
+
+
 def main(
     arguments: list[str] | None = None,  # None: of the process
 ) -> None:
@@ -532,7 +544,7 @@ def main(
     for notice in notices:  # a scheduler's notice, or a terminal that closes, is a Ctrl-C
         signal.signal(notice, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(_translated(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except BaseException as wrapped:  # also what a user's code raises to leave
         e: BaseException = wrapped.interrupt if isinstance(wrapped, Stopped) else wrapped
         if isinstance(e, SystemExit) and isinstance(e.__context__, BrokenPipeError):

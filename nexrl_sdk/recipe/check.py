@@ -19,9 +19,9 @@ from .schema import API_BACKENDS
 from ..types import ConfigError, DataError, NexRLError
 
 # %% auto #0
-__all__ = ['UNCLIPPED', 'SMALLEST_HEAD', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_data', 'check_sizes',
-           'check_clipping', 'check_sampling', 'check_services', 'check_roles', 'check_engine', 'check_trackers',
-           'api_problems', 'check_api', 'check_recipe']
+__all__ = ['UNCLIPPED', 'SMALLEST_HEAD', 'CHECKS', 'Finding', 'check_model', 'check_code', 'check_agent', 'check_data',
+           'check_sizes', 'check_clipping', 'check_sampling', 'check_services', 'check_roles', 'check_engine',
+           'check_trackers', 'api_problems', 'check_api', 'check_recipe']
 
 # %% ../../nbs/61_recipe.check.ipynb #39162c72
 @dataclass(frozen=True)
@@ -128,6 +128,29 @@ def _check_evaluator(recipe: Recipe) -> Iterator[Finding]:
         as_evaluator(evaluator)
     except NexRLError as e:
         yield _error(key, e)
+
+# %% ../../nbs/61_recipe.check.ipynb #f52d5a91
+def check_agent(recipe: Recipe) -> Iterator[Finding]:
+    """The agent's file with its prompt and tools, and whether the worker runs an agent."""
+    from nexrl_sdk.rollout.agent import AgentRolloutWorker
+
+    w = recipe.config.rollout_worker
+    try:
+        cls = recipe.worker_class()
+    except NexRLError:
+        return  # found above
+    if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
+        given = [k for k in ("agent_config_path", "agent_command", "agent_function", "agent_workspace") if w[k]]
+        yield from (_error(f"rollout_worker.{k}", f"{getattr(cls, '__name__', cls)} runs no agent; say rollout_worker.type: agent, or leave it out") for k in given)
+        if w.type == "agent":
+            yield _error("rollout_worker.type", f"'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
+        return
+    if cls is AgentRolloutWorker and not (w.agent_config_path or w.agent_command or w.agent_function):
+        yield _error("rollout_worker.agent_config_path", "missing; give an agent's file, rollout_worker.agent_command or agent_function, or a worker of your own that overrides run_agent")
+    try:
+        recipe.agent_settings()
+    except NexRLError as e:
+        yield _error("rollout_worker.agent_config_path", e)
 
 # %% ../../nbs/61_recipe.check.ipynb #9e94cc95
 def check_data(recipe: Recipe) -> Iterator[Finding]:
@@ -345,7 +368,7 @@ def check_api(recipe: Recipe) -> Iterator[Finding]:
             yield _error("trainer.custom_trainer_class_name", f"{own.__name__} is a SelfHostedTrainer, which learns from batches of tensors, and {backend!r} is a training API: derive it from RemoteApiTrainer")
 
 # %% ../../nbs/61_recipe.check.ipynb #e073b60a
-CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_data, check_sizes, check_clipping, check_sampling, check_services, check_roles, check_engine, check_api, check_trackers)
+CHECKS: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (check_model, check_code, check_agent, check_data, check_sizes, check_clipping, check_sampling, check_services, check_roles, check_engine, check_api, check_trackers)
 
 
 def check_recipe(

@@ -297,6 +297,8 @@ MOVES: dict[str, str] = {
     "algorithm.inference_service.tokenizer": "model.tokenizer",
     "service.train_service.model_tag": "service.train_service.identifier",
     "service.train_service.actor.model.path": "model.path",
+    "rollout_worker.nexau_agent_config_path": "rollout_worker.agent_config_path",
+    "rollout_worker.nexau_agent_workspace": "rollout_worker.agent_workspace",
     "service.train_service.resource.world_size": "service.train_service.world_size",
     "service.train_service.actor.optim": "trainer.optim",
     "service.train_service.actor.model.lora": "model.lora",
@@ -324,9 +326,6 @@ REFUSED: dict[str, str] = {
     "service.train_service.resource": _PLACED,
     "runtime_monitor.exception_handling.check_interval": "failures are checked at every step; leave it out",
     "data.num_workers": "rows are read in this process; leave it out",
-    "rollout_worker.nexau_agent_config_path": "NexAU agents need rollout_worker.type nexau, which this backend does not run; leave it out",
-    "rollout_worker.nexau_agent_workspace": "NexAU agents need rollout_worker.type nexau, which this backend does not run; leave it out",
-    "rollout_worker.task_name": "it names the task of a NexAU agent; use experiment_name",
 }
 DROPPED: dict[str, tuple[Any, ...]] = {  # keys with one meaning here: other values are refused
     "data.type": ("torch",),
@@ -539,8 +538,7 @@ def _one_offs(out: Respelt) -> None:
         values["trainer"] = {"keep_last": 1 if removes else 0, **values.get("trainer", {})}
         out.moved["trainer.keep_last"] = "trainer.remove_previous_ckpt"
     if get_path(values, "rollout_worker.type") == "nexau":
-        pop_path(values, "rollout_worker.type")
-        out.refused["rollout_worker.type"] = "rollout_worker.type: 'nexau' needs an agent backend; 'simple' answers each prompt in one turn"
+        values["rollout_worker"]["type"] = "agent"
 
 # %% ../../nbs/59_recipe.compose.ipynb #5ee977f6
 _CONFIG = ("loss_fn", "learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")  # of service.train_service.config

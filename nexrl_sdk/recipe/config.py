@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -144,7 +145,8 @@ def _fit_pool(full: dict[str, Any], prompts_given: bool) -> None:
     if size is not None and not prompts_given and size % group == 0:
         data["batch_size"] = size // group
     if size is not None and size != data["batch_size"] * group:
-        raise ConfigError(f"trajectory_pool.batch_size: {size} trajectories a step are not data.batch_size x trajectory_pool.group_size = {data['batch_size']} x {group} = {data['batch_size'] * group}")
+        hint = f"; leave data.batch_size out, and a step takes {size // group} prompts" if prompts_given and size % group == 0 else ""
+        raise ConfigError(f"trajectory_pool.batch_size: {size} trajectories a step are not data.batch_size x trajectory_pool.group_size = {data['batch_size']} x {group} = {data['batch_size'] * group}{hint}")
     pool["batch_size"] = data["batch_size"] * group
     if pool["key_list"] not in (None, [data["prompt_key"]]):
         raise ConfigError(f"trajectory_pool.key_list: {pool['key_list']!r} must be the prompt's column, [{data['prompt_key']!r}], or left out: answers are compared with the other answers to their prompt")
@@ -352,7 +354,17 @@ class Identity(Settings):
         for key in ("model.path", "model.tokenizer", *(f"service.{role}_service.path" for role in OTHERS)):
             name = get_path(config, key)
             found[key] = _folder_digest(self.resolve_path(name)) if name else None
+        found.update(self._agent_digests(config["rollout_worker"]))
         return {k: v for k, v in found.items() if v}
+
+    def _agent_digests(self, section: Mapping[str, Any]) -> dict[str, str | None]:
+        """Of an agent's file and of the folder with its tools."""
+        path, workspace = section["agent_config_path"], section["agent_workspace"]
+        file = self.resolve_path(path) if path else None
+        return {
+            "rollout_worker.agent_config_path": _file_digest(file) if file is not None and file.is_file() else None,
+            "rollout_worker.agent_workspace": _folder_digest(self.resolve_path(workspace)) if workspace else None,
+        }
 
     def _code_digest(self, role: str, reference: str | list[str] | None, key: str) -> str | None:
         if role in self.live:
@@ -437,6 +449,7 @@ def code_roles(
     roles: dict[str, tuple[str, Any]] = {
         "model.builder": ("builder", config["model"]["builder"]),
         "rollout_worker.evaluator_module_path": ("evaluator", config["rollout_worker"]["evaluator_module_path"]),
+        "rollout_worker.agent_function": ("agent_function", config["rollout_worker"]["agent_function"]),
     }
     for service in (f"{role}_service" for role in OTHERS):
         if (section := config["service"][service]) and section["builder"]:
@@ -566,9 +579,48 @@ class Parts(Identity):
         own = self.own_class("worker_class")
         if own is not None:
             return own
+        if self.config.rollout_worker.type == "agent":
+            from nexrl_sdk.rollout.agent import AgentRolloutWorker
+
+            return AgentRolloutWorker
         from nexrl_sdk.rollout.worker import SimpleRolloutWorker
 
         return SimpleRolloutWorker
+
+    def agent(self) -> Any:
+        """The agent that the recipe names; None where its worker's class has one of its own."""
+        w = self.config.rollout_worker
+        named = [k for k in ("agent_config_path", "agent_command", "agent_function") if w[k]]
+        if len(named) > 1:
+            raise ConfigError(f"rollout_worker.{named[0]} and rollout_worker.{named[1]} both name an agent; leave one out")
+        workspace = self.resolve_path(w.agent_workspace) if w.agent_workspace else None
+        if w.agent_config_path:
+            from nexrl_sdk.rollout.agent_config import AgentConfig
+            from nexrl_sdk.rollout.chat import NexAUAgent, has_nexau
+
+            if has_nexau():
+                return NexAUAgent(self.resolve_path(w.agent_config_path))
+            return AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=workspace)
+        if not named:
+            return None
+        from nexrl_sdk.serve.openai import proxied
+
+        if w.agent_function:
+            return proxied(self.load_reference(w.agent_function, "rollout_worker.agent_function"))
+        command, folder = [a.replace("{python}", sys.executable) for a in w.agent_command], str(workspace or self.base_dir)
+        if w.agent_processes is None:
+            return proxied(command, cwd=folder)
+        from nexrl_sdk.serve.agent_lines import LineAgents
+
+        return proxied(LineAgents(command, w.agent_processes, cwd=folder))
+
+    def agent_settings(self) -> dict[str, Any]:
+        """What a worker with an agent is told beside the others' settings."""
+        w = self.config.rollout_worker
+        return {
+            "agent": self.agent(), "rollouts_at_once": w.rollouts_at_once, "timeout": w.rollout_timeout, "unfinished": w.unfinished,
+            "template_kwargs": dict(w.template_kwargs), "tool_format": w.tool_format,
+        }  # fmt: skip
 
     def output_dir(self) -> Path:
         """Where a run of this recipe goes."""
@@ -682,7 +734,8 @@ class Recipe(Parts):
 
     def _columns(self) -> list[str]:
         """The columns that every row must have."""
-        own = "worker_class" in self.live or self.config.rollout_worker.custom_rollout_worker_class_name or self.config.algorithm.type == "cross_entropy"
+        w = self.config.rollout_worker
+        own = "worker_class" in self.live or w.custom_rollout_worker_class_name or w.type == "agent" or self.config.algorithm.type == "cross_entropy"
         return [] if own else [self.config.data.prompt_key]
 
     def make_stream(self) -> Any:
@@ -720,10 +773,11 @@ class Recipe(Parts):
     ) -> Any:
         """The rollout worker that the recipe describes."""
         w, d = self.config.rollout_worker, self.config.data
-        return self.worker_class()(
-            backend, self.evaluator(), prompt_key=d.prompt_key, system=w.system_prompt, chat=w.chat, sampling=self.sampling(), group_size=self.config.trajectory_pool.group_size,
-            max_prompt_length=d.max_prompt_length, overlong=d.overlong, concurrency=w.num_workers, retries=w.retries, eval_timeout=w.eval_timeout, seed=self.config.seed,
-        )  # fmt: skip
+        settings = {
+            "prompt_key": d.prompt_key, "system": w.system_prompt, "chat": w.chat, "sampling": self.sampling(), "group_size": self.config.trajectory_pool.group_size,
+            "max_prompt_length": d.max_prompt_length, "overlong": d.overlong, "concurrency": w.num_workers, "retries": w.retries, "eval_timeout": w.eval_timeout, "seed": self.config.seed,
+        }  # fmt: skip
+        return _worker(self.worker_class(), backend, self.evaluator(), settings, self)
 
     def __getattr__(self, name: str) -> Any:
         """Nothing; the message says where a section is."""
@@ -739,6 +793,20 @@ class Recipe(Parts):
         from nexrl_sdk.view.rollouts import recipe_html
 
         return recipe_html(self)
+
+
+def _worker(cls: Any, backend: Any, evaluator: Any, settings: dict[str, Any], recipe: Recipe) -> Any:
+    """A worker, made as its class wants to be made."""
+    from nexrl_sdk.rollout.agent import AgentRolloutWorker, BaseNexAURolloutWorker, WorkerConfig
+
+    if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
+        if recipe.config.rollout_worker.type == "agent":
+            raise ConfigError(f"rollout_worker.type is 'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
+        return cls(backend, evaluator, **settings)
+    settings = {**settings, **recipe.agent_settings()}
+    if issubclass(cls, BaseNexAURolloutWorker):
+        return cls(WorkerConfig(backend, evaluator, recipe.to_dict()["rollout_worker"], **settings))
+    return cls(backend, evaluator, **settings)
 
 
 def _plain(value: Any) -> Any:

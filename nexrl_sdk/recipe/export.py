@@ -90,7 +90,7 @@ def _moved_paths(recipe: Recipe, folder: Path) -> dict[str, Any]:
             return os.path.relpath(recipe.base_dir / text, folder)
         return text if Path(text).is_absolute() or not found.exists() else os.path.relpath(found, folder)
 
-    for key in ("model.path", "model.tokenizer"):
+    for key in ("model.path", "model.tokenizer", "rollout_worker.agent_config_path", "rollout_worker.agent_workspace"):
         if get_path(config, key):
             moved[key] = seen_from(get_path(config, key))
     for role in ("data", "validate.data"):

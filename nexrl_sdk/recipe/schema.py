@@ -96,7 +96,18 @@ class Data(Rows):
 class RolloutWorker(Section):
     """How a prompt is answered and scored."""
 
-    type: Literal["simple"] = "simple"
+    type: Literal["simple", "agent"] = "simple"  # one prompt and one answer, or an agent with tools
+    agent_config_path: str | None = None  # an agent's YAML file
+    agent_command: Annotated[list[str], Field(min_length=1)] | None = None  # or an agent in its own process: it reads the row as JSON and talks to OPENAI_BASE_URL; {python} is this interpreter
+    agent_processes: Count | None = None  # of the command, that stay and take a task a line (id, base_url, api_key, row); null: a process a rollout
+    agent_function: str | None = None  # or "file.py:name": (base_url, row) -> the final answer
+    agent_workspace: str | None = None  # folder of the agent's modules; null: the file's
+    rollout_timeout: Positive | None = None  # seconds that an agent may work on a task
+    rollouts_at_once: Count = 256  # agents at work
+    unfinished: Literal["score", "fail"] = "score"  # a rollout that ran out of turns or of context: judged as it is, or failed
+    template_kwargs: dict[str, Any] = {}  # variables of the chat template in an agent's conversations
+    tool_format: str | None = None  # how the model writes tool calls; null: as its tokenizer says
+    task_name: str | None = None  # for a worker of your own, which finds it in its config
     evaluator_module_path: str | list[str] | None = None  # "file.py:Name": a function or an Evaluator class; a list: rewards to add up
     system_prompt: str | None = None
     chat: bool | None = None  # use the chat template; null: when the prompt is a list of messages
@@ -410,12 +421,37 @@ _ELSEWHERE = {
 }
 
 
+_NEXRL = {  # keys of NexRL's own recipes that its documents do not name: what stands for them here
+    "data.rollout_repeat_n": "trajectory_pool.group_size",
+    "data.tokenizer_path": "model.tokenizer",
+    "data.max_response_length": "rollout_worker.max_tokens",
+    "data.filter_prompts": "data.overlong: drop",
+    "rollout_worker.max_response_length": "rollout_worker.max_tokens",
+    "rollout_worker.max_sequence_length": "model.max_length",
+    "service.inference_service.base_url": "service.inference_service.url",
+    "service.inference_service.model": "service.inference_service.model_tag",
+    "service.inference_service.model_path": "model.path",
+    "service.inference_service.max_tokens": "rollout_worker.max_tokens",
+    "service.inference_service.tokenizer": "model.tokenizer",
+    "service.inference_service.identifier": "service.inference_service.model_tag",
+    "algorithm.kl_ctrl": "algorithm.critic.kl_ctrl",
+    "algorithm.kl_penalty": "algorithm.kl_estimator",
+    "weight.sync_method": "weight.route",
+    "weight.sync_weight_path": "weight.path",
+    "weight.validate_freq": "validate.eval.compute_interval",
+    "validate.eval.validate_freq": "validate.eval.compute_interval",
+    "resume": "the command nexrl resume RUN",
+}
+
+
 def unknown_key(
     path: tuple[Any, ...],  # of the key that no section has
 ) -> str:
     """What is said of a key that does not exist."""
     *parents, key = (str(p) for p in path)
     dotted, section = ".".join(map(str, path)), section_at(tuple(parents))
+    if dotted in _NEXRL:
+        return f"{dotted}: unknown key; here it is {_NEXRL[dotted]}"
     if section is None:
         return f"{dotted}: unknown key"
     valid = list(fields_of(section))

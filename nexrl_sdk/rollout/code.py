@@ -135,6 +135,7 @@ def _import(path: Path) -> _Loaded:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file: its name must end in .py")
     linecache.checkcache(str(path))
+    _stand_in()
     digest, old = _digest(path), sys.modules.get(name)
     with _beside(path.parent):
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -147,6 +148,13 @@ def _import(path: Path) -> _Loaded:
             raise ConfigError(f"{path} cannot be imported: {_cause(e, path)}") from e
     files = [f for home, m in _HELPERS.values() if home == path.parent and (f := _file_of(m)) is not None and f != path]
     return _Loaded(module, {**{f: _digest(f) for f in files}, path: digest})
+
+
+def _stand_in() -> None:
+    """Code that was written for NexRL finds its modules."""
+    from nexrl_sdk.compat import install
+
+    install()
 
 
 def _put_back(name: str, module: ModuleType | None) -> None:
@@ -189,6 +197,7 @@ def _file_module(place: str, base_dir: str | Path | None) -> ModuleType:
 
 
 def _installed(place: str, spec: str) -> ModuleType:
+    _stand_in()
     try:
         return importlib.import_module(place)
     except Exception as e:

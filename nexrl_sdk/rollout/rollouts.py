@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast, overload
 
 import numpy as np
 
+from .evaluator import BaseEvaluationTarget, FunctionEvaluator, NexAUEvaluationTarget, Score, as_evaluator, name_of
 from ..types import ConfigError, DataError, Trajectory, nearest
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% auto #0
-__all__ = ['TAG', 'Unsaved', 'dumps', 'loads', 'Rollouts']
+__all__ = ['TAG', 'SCORED', 'ORIGINAL', 'Unsaved', 'dumps', 'loads', 'missing_for_score', 'stored_target', 'Rollouts']
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #1de7cc94
 TAG = "__nexrl__"
@@ -269,6 +270,98 @@ def _cut(text: str, width: int) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 
+# %% ../../nbs/42_rollout.rollouts.ipynb #37feb66d
+SCORED = ("status", "reward", "error", "traceback", "ground_truth", "metrics", "extra_info", "advantage", "advantages", "scored_by_worker")  # what a score says, and what was made of it
+ORIGINAL = "original"  # the name of a score that has none
+
+
+def missing_for_score(
+    t: Trajectory,
+) -> str | None:
+    """What a stored rollout lacks to be scored again."""
+    row = t.get("data")
+    if not isinstance(row, Mapping):
+        return "no row (`data`)"
+    if any(isinstance(v, Unsaved) for v in row.values()):
+        return "a row with a column that could not be stored"
+    if isinstance(t.get("trace"), Unsaved):
+        return "a trace that could not be stored"
+    return None if isinstance(t.get("final_answer", t.get("response")), str) else "no answer (`response`)"
+
+
+def stored_target(
+    t: Trajectory,
+) -> BaseEvaluationTarget:
+    """What an evaluator gets to see of a stored rollout: the answer, and an agent's trace."""
+    answer = t.get("final_answer", t.get("response"))
+    return NexAUEvaluationTarget(answer, [{"trace": t.get("trace") or {}}]) if {"final_answer", "trace"} & set(t) else BaseEvaluationTarget(answer)
+
+
+def _runs(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """An agent's rollout may have several trajectories, and is scored once; any other trajectory is a rollout of its own."""
+    found: dict[Any, list[Trajectory]] = {}
+    for i, t in enumerate(trajectories):
+        shared = "final_answer" in t and t.run_id is not None
+        found.setdefault((t.group_id, t.run_id, t.get("step"), t.is_val) if shared else i, []).append(t)
+    return list(found.values())
+
+
+def _check_scorable(trajectories: list[Trajectory]) -> None:
+    """DataError where something is missing: what, for how many, and in which."""
+    found: dict[str, list[Any]] = {}
+    for t in trajectories:
+        if (why := missing_for_score(t)) is not None:
+            found.setdefault(why, []).append(t.get("run_id"))
+    if found:
+        said = "; ".join(f"{len(ids)} {'has' if len(ids) == 1 else 'have'} {why} (the first: {ids[0]!r})" for why, ids in found.items())
+        raise DataError(f"{sum(map(len, found.values()))} of {len(trajectories)} rollouts cannot be scored again: {said}. Leave them out: rollouts.filter(lambda t: missing_for_score(t) is None)")
+
+
+def _scored_again(
+    t: Trajectory,
+    new: Score,
+    name: str,  # of the new score
+) -> Trajectory:
+    """A copy with the new score, the old one beside it."""
+    before = {k: t[k] for k in SCORED if k in t}
+    rest = {k: v for k, v in t.items() if k not in SCORED}
+    fields = {k: v for k, v in new.as_fields().items() if k != "traceback" or v is not None}
+    return Trajectory({**rest, **fields, "scores": {**(t.get("scores") or {}), t.get("scored_by") or ORIGINAL: {"status": t.status, **before}}, "scored_by": name})
+
+# %% ../../nbs/42_rollout.rollouts.ipynb #7dfe60c8
+def _names(t: Trajectory) -> set[str]:
+    """The names of a rollout's scores."""
+    return {*(t.get("scores") or {}), t.get("scored_by") or ORIGINAL}
+
+
+def _new_name(
+    name: str | None,  # as given
+    given: Any,  # the evaluator as given
+    taken: set[str],
+) -> str:
+    """What the new score is called; ConfigError where there is one of this name."""
+    if name is not None:
+        if name in taken:
+            raise ConfigError(f"there is a score named {name!r} already (there are {', '.join(sorted(taken))}); give another name")
+        return name
+    judge = as_evaluator(given)
+    plain = given.rpartition(":")[2] if isinstance(given, str) else name_of(judge.function if isinstance(judge, FunctionEvaluator) else judge)
+    return next(n for n in (plain, *(f"{plain} {i}" for i in range(2, len(taken) + 3))) if n not in taken)
+
+
+def _compared(
+    name: str,  # of an earlier score
+    pairs: list[tuple[Mapping[str, Any], Trajectory]],  # what it said, and the newest score
+) -> dict[str, Any]:
+    """One line of the comparison."""
+    old, new = ([float(t["reward"]) if t.get("status", "ok") == "ok" and t.get("reward") is not None else None for t in side] for side in zip(*pairs))
+    changed = sum(a.get("status", "ok") != b.status or not (x is y is None or (x is not None and y is not None and math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-12))) for (a, b), x, y in zip(pairs, old, new))
+    means = [float(np.mean(known)) if (known := [v for v in side if v is not None]) else math.nan for side in (old, new)]
+    return {
+        "before": name, "after": pairs[0][1].get("scored_by"), "rollouts": len(pairs), "mean before": means[0], "mean after": means[1],
+        "changed": changed, "agreement": 1 - changed / len(pairs), "without a reward before": old.count(None), "without a reward after": new.count(None),
+    }  # fmt: skip
+
 # %% ../../nbs/42_rollout.rollouts.ipynb #f7e5d1d5
 class Rollouts(UserList[Trajectory]):
     """Trajectories, in the order in which they were asked for."""
@@ -336,6 +429,39 @@ class Rollouts(UserList[Trajectory]):
         rows = self.records(tokens)
         columns = {k: [row[k] for row in rows] for k in (rows[0] if rows else _TABLE)}
         return pl.DataFrame([_series(k, [v.item() if isinstance(v, np.generic) else v for v in values]) for k, values in columns.items()])
+
+    def rescore(
+        self,
+        evaluator: Any,  # an Evaluator, function, list of rewards, or "file.py:Name"
+        name: str | None = None,  # of the new score; None: the evaluator's
+        *,
+        timeout: float | None = None,  # seconds for each
+        concurrency: int = 8,  # evaluators at once
+        progress: Callable[[int, int], None] | bool | None = None,  # called with (done, total); True: a bar
+        target: Callable[[Trajectory], BaseEvaluationTarget] | None = None,  # what the evaluator sees, such as a worker's `target`; None: the answer, and an agent's trace
+    ) -> Rollouts:  # new ones, the old score in `scores`; advantages are left out, for they were made of the old rewards
+        """Score stored answers again, beside the old scores; DataError where a row or an answer is missing."""
+        from nexrl_sdk.rollout.cached import evaluate_batch
+
+        there = [t for t in self.data if t.status != "failed"]
+        _check_scorable(there)
+        called = _new_name(name, evaluator, {n for t in there for n in _names(t)})
+        runs = _runs(there)
+        scores = evaluate_batch(evaluator, [run[0]["data"] for run in runs], [(target or stored_target)(run[0]) for run in runs], concurrency, timeout, progress)
+        found = {id(t): s for run, s in zip(runs, scores) for t in run}
+        return Rollouts([_scored_again(t, found[id(t)], called) if id(t) in found else t.copy() for t in self.data], self.tokenizer)
+
+    def comparison(self) -> pd.DataFrame:
+        """Earlier scores beside the newest: means, how many changed, and the share that agrees."""
+        import pandas as pd
+
+        found: dict[str, list[tuple[Mapping[str, Any], Trajectory]]] = {}
+        for t in self.data:
+            for name, old in (t.get("scores") or {}).items():
+                found.setdefault(name, []).append((old, t))
+        if not found:
+            raise DataError("these rollouts have one score each, and nothing to compare it with; rescore(evaluator) adds one")
+        return pd.DataFrame([_compared(name, pairs) for name, pairs in found.items()])
 
     def save(
         self,

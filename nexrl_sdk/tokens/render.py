@@ -5,6 +5,8 @@
 # %% ../../nbs/10_tokens.render.ipynb #e3cf1cdc
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +31,7 @@ def pad_token_id(
 _LITERAL: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()  # tokenizer -> (size, copy of its core that knows no special tokens)
 _SPECIAL: WeakKeyDictionary[Any, tuple[int, dict[str, int], re.Pattern[str] | None]] = WeakKeyDictionary()  # tokenizer -> (size, special tokens, what matches one)
 _MARKS = [chr(c) for c in range(0xE0F0, 0xE100)]  # private use: no meaning in any text
+_BEFORE = "\ue0ef"  # a token of the copy alone, for tokenizers that begin a text otherwise than what follows a special token
 
 
 def _size(tokenizer: Any) -> int:
@@ -52,19 +55,23 @@ def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     return _SPECIAL[tokenizer][2]
 
 
-def _literal_encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text in which special tokens are ordinary characters."""
+def _literal_encode(tokenizer: Any, text: str, within: bool = False) -> list[int]:
+    """Token ids of a text in which special tokens are ordinary characters; within: it stands behind a special token."""
     size, core = _LITERAL.get(tokenizer, (0, None))
     if core is None or size != _size(tokenizer):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise DataError(f"a message holds the text of a special token, and {type(tokenizer).__name__} cannot encode it as ordinary text; use a fast tokenizer, or remove it")
+        from tokenizers import AddedToken
+
         core = type(backend).from_str(backend.to_str())  # a copy: the switch is shared by every thread that encodes
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = True
+        core.add_tokens([AddedToken(_BEFORE, normalized=False)])
         _LITERAL[tokenizer] = _size(tokenizer), core
-    return core.encode(text, add_special_tokens=False).ids
+    ids = core.encode(_BEFORE + text if within else text, add_special_tokens=False).ids
+    return ids[1:] if within else ids
 
 # %% ../../nbs/10_tokens.render.ipynb #950071c1
 def _strings(value: Any) -> Iterator[str]:
@@ -72,7 +79,9 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for v in value.values():
+        for k, v in value.items():
+            if isinstance(k, str):
+                yield k
             yield from _strings(v)
     elif isinstance(value, (list, tuple)):
         for v in value:
@@ -82,11 +91,13 @@ def _strings(value: Any) -> Iterator[str]:
 def _mark(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     """The same, with a mark inside every special token's text."""
     if isinstance(value, str):
-        while pattern.search(value):
+        while found := pattern.search(value):
+            if len(found[0]) == 1:
+                raise DataError(f"a message holds {found[0]!r}, which is a special token of one character and cannot be told from text; remove it")
             value = pattern.sub(lambda m: m[0][0] + mark + m[0][1:], value)
         return value
     if isinstance(value, Mapping):
-        return {k: v if k in ("role", "type") else _mark(v, pattern, mark) for k, v in value.items()}
+        return {_mark(k, pattern, mark): v if k in ("role", "type") and str(v).isidentifier() else _mark(v, pattern, mark) for k, v in value.items()}
     return [_mark(v, pattern, mark) for v in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -117,12 +128,27 @@ def _encode(
     return _piecewise(tokenizer, text, mark)
 
 
+def _encode_behind(
+    tokenizer: Any,
+    text: str,  # rendered; it may hold marks
+    mark: str,
+    last: Sequence[int],  # the token before it, where there is one
+) -> list[int]:
+    """Token ids of a text in the middle of another."""
+    special = _special(tokenizer)
+    before = next((t for t, i in special.items() if i in last), None)
+    if before is None and not text.startswith(tuple(special)):
+        before = getattr(tokenizer, "eos_token", None)
+    ids = _encode(tokenizer, before + text, mark) if before and before in special else []
+    return ids[1:] if ids[:1] == [special.get(before or "")] else _encode(tokenizer, text, mark)
+
+
 def _piecewise(tokenizer: Any, text: str, mark: str) -> list[int]:
     pattern, ids, at = _special_pattern(tokenizer), [], 0
     for match in [*(pattern.finditer(text) if pattern else ()), None]:
         piece = text[at : match.start() if match else len(text)]
         piece = piece.replace(mark, "") if mark else piece
-        ids += _literal_encode(tokenizer, piece) if piece else []
+        ids += _literal_encode(tokenizer, piece, at > 0) if piece else []
         if match:
             ids.append(_special(tokenizer)[match[0]])
             at = match.end()
@@ -149,10 +175,23 @@ def _template(
         )
     from jinja2 import TemplateError
 
+    def render(shown: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=generate, **kwargs))
+
+    plain, refused = [dict(m) for m in messages], (TemplateError, AttributeError, LookupError, TypeError, ValueError)  # templates compute, and meet what they do not expect
     try:
-        return tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=generate, **kwargs)
-    except TemplateError as e:
+        return render(plain)
+    except refused as e:
+        if any(m.get("tool_calls") for m in plain):  # some templates want arguments as text
+            with contextlib.suppress(*refused):
+                return render([_spelled(m) for m in plain])
         raise ConfigError(f"the tokenizer's chat template refuses messages of the roles {[m['role'] for m in messages]}: {e}") from e
+
+
+def _spelled(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text."""
+    calls = [{**c, "function": {**c["function"], "arguments": json.dumps(c["function"].get("arguments"), ensure_ascii=False)}} for c in message.get("tool_calls") or () if not isinstance(c["function"].get("arguments"), str)]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

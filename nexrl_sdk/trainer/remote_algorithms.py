@@ -39,7 +39,7 @@ class RemoteApiGrpoTrainer(RemoteApiTrainer):
         """An advantage for each trajectory, by its group."""
         rewards = np.asarray([t.reward for t in trajectories], dtype=np.float32)
         groups = [i if t.run_id is None else t.run_id for i, t in enumerate(trajectories)]
-        runs = [t.get("rollout_id", t.run_id) for t in trajectories]
+        runs = [t.get("rollout_id") for t in trajectories]  # None: each trajectory is a run of its own
         found = np.asarray(group_advantages(self._preset.advantage, rewards, groups, runs), dtype=np.float32)
         for trajectory, advantage in zip(trajectories, found.tolist()):
             trajectory.advantage = advantage

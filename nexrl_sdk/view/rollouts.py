@@ -18,11 +18,12 @@ from nexrl_sdk.view.html import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'STATUS_TONES', 'TILES', 'Pieces', 'surprise', 'legend_html',
-           'tokens_html', 'strip_html', 'column', 'record', 'reward_bar', 'short', 'reward_of', 'advantage_of',
-           'leanings', 'group_key', 'prompt_html', 'answer_html', 'groups_table', 'rollouts_html', 'trajectory_html',
-           'completion_html', 'datum_html', 'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html',
-           'recipe_line', 'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
+__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'STATUS_TONES', 'MESSAGES', 'TILES', 'Pieces', 'surprise',
+           'legend_html', 'tokens_html', 'strip_html', 'column', 'record', 'reward_bar', 'short', 'reward_of',
+           'advantage_of', 'leanings', 'group_key', 'prompt_html', 'answer_html', 'groups_table', 'rollouts_html',
+           'turns_html', 'trajectory_html', 'completion_html', 'datum_html', 'batch_html', 'redact', 'flatten',
+           'recipe_sections', 'recipe_html', 'recipe_line', 'tiles_html', 'metrics_html', 'step_html', 'backend_html',
+           'trainer_html']
 
 # %% ../../nbs/56_view.rollouts.ipynb #b71fd15e
 class Pieces:
@@ -454,7 +455,49 @@ def _nothing(value: object) -> bool:
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
-_SHOWN = {"tokens", "loss_mask", "logprobs", "prompt", "response", "reward", "advantage", "advantages", "status", "error", "group_id", "run_id", "finish_reason", "ref_logprobs"}
+MESSAGES = 60  # of a conversation that are shown
+
+
+def turns_html(
+    t: Mapping[str, Any],  # a `record` with turns
+    pieces: Pieces,
+    by: str,  # one of COLOR_BY
+    limit: int,  # tokens shown of each answer
+) -> Html:
+    """A conversation: what was said to the model, its answers in colour, its tool calls, and what is learned from."""
+    messages = [m for m in [*(t.get("prompt_messages") or ()), t.get("response_message")] if isinstance(m, Mapping)]
+    turns = {turn["place"]: turn for turn in t["turns"] if isinstance(turn, Mapping) and isinstance(turn.get("place"), int)}
+    rows = [_message_row(t, m, turns.get(i), pieces, by, limit) for i, m in enumerate(messages[:MESSAGES])]
+    return join(el("table", el("tbody", rows)), more(len(messages) - MESSAGES, "messages"))
+
+
+def _message_row(t: Mapping[str, Any], message: Mapping[str, Any], turn: Mapping[str, Any] | None, pieces: Pieces, by: str, limit: int) -> Html:
+    role = clip(message.get("role") or "?", 20)
+    calls = [_call_html(c) for c in message.get("tool_calls") or () if isinstance(c, Mapping)][:20]
+    if turn is None:
+        said = message.get("content")
+        shown = el("div", clip(said, 600) if isinstance(said, str) else value_html(said, 600), cls="nx-q", dir="auto")
+        return el("tr", el("td", muted(role), cls="nx-nw"), el("td", [el("div", c) for c in calls], shown, style="width:100%"))
+    start, end = (int(turn.get(k) or 0) for k in ("start", "end"))
+    part = {k: t[k][start:end] for k in PER_TOKEN}
+    marks = [
+        chip("not learned", "warn", "its tokens are left out of the loss") if not turn.get("learned") else None,
+        chip("forked", "", "the template shows earlier turns otherwise, so this answer begins a sequence of its own") if turn.get("forked") else None,
+        chip("cut", "warn", "the answer reached max_tokens before it ended") if turn.get("finish_reason") == "length" else None,
+    ]
+    drawn = tokens_html(part["tokens"], part["logprobs"], part["loss_mask"], part["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False) if end > start else muted("empty")
+    return el("tr", el("td", el("b", role), cls="nx-nw"), el("td", drawn, [el("div", muted("calls "), c) for c in calls], join(*marks), style="width:100%"))
+
+
+def _call_html(call: Mapping[str, Any]) -> Html:
+    """A tool call as a line of code."""
+    function = call.get("function")
+    named = function if isinstance(function, Mapping) else {}
+    return el("code", clip(named.get("name") or "?", 64), "(", clip(plain(named.get("arguments")), 300), ")")
+
+
+_SHOWN = {"turns", "prompt_messages", "response_message", "tokens", "loss_mask", "logprobs", "prompt", "response", "reward", "advantage", "advantages", "status", "error", "group_id", "run_id", "finish_reason", "ref_logprobs"}
+_SPOKEN = {"turns", "prompt_messages", "response_message"}  # shown as a conversation where there are turns
 
 
 def trajectory_html(
@@ -473,7 +516,9 @@ def trajectory_html(
     shown = tokens_html(rest["tokens"], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit + limit // 4) if len(tokens) else muted("no tokens")
     before = more(start, "tokens before") if start else None
     texts = [el("div", el("div", clip(t.get(k), 2000), cls="nx-k", dir="auto")) for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
-    others = {k: v for k, v in t.items() if k not in _SHOWN and not _nothing(v)}
+    others = {k: v for k, v in t.items() if (k not in _SHOWN or (k in _SPOKEN and not t.get("turns"))) and not _nothing(v)}
+    if t.get("turns") and isinstance(t["turns"], (list, tuple)):
+        texts, before, shown, cut = [], None, turns_html(t, pieces, by, limit), slice(0, len(tokens))
     return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), el("div", pairs(others), style="margin-top:10px") if others else None), style=TOKEN_STYLE)
 
 

@@ -12,7 +12,7 @@ TUTORIALS = Path(__file__).resolve().parents[2] / "nbs" / "tutorials"
 
 
 MARKS = {"03_services": (pytest.mark.vllm, pytest.mark.xdist_group("vllm"))}
-NEEDS = {"03_services": "vllm", "04_tinker_server": "tinker"}
+NEEDS = {"03_services": "vllm", "04_tinker_server": "tinker", "05_agents": "openai"}
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, marks=MARKS.get(p.stem, ()), id=p.stem) for p in sorted(TUTORIALS.glob("*.ipynb"))])

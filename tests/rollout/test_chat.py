@@ -1,0 +1,130 @@
+"""Sessions as OpenAI clients, and NexAU's agents by way of a package in its form."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nexrl_sdk.rollout.chat import ChatClient, NexAUAgent, _namespace, completion_dict, has_nexau
+from nexrl_sdk.rollout.session import Session, session_trajectories
+from nexrl_sdk.types import Completion, ConfigError
+
+TOKENIZER: list[Any] = []  # the byte tokenizer, once a test has asked for it
+HELLO = [{"role": "user", "content": "hi"}]
+NEXAU = '''
+class InMemoryTracer:
+    def __init__(self): self.spans = []
+    def dump_traces(self): return self.spans
+
+class AgentConfig:
+    def __init__(self, path):
+        self.name, self.tracers = "main", [InMemoryTracer()]
+        self.text = open(path).read()
+    @classmethod
+    def from_yaml(cls, path): return cls(path)
+
+class Agent:
+    def __init__(self, *, config): self.config = config
+    def run(self, *, message, context=None, custom_llm_client_provider=None):
+        one, two = (custom_llm_client_provider(n) for n in ("main", "helper"))
+        first = two.chat.completions.create(model="m", messages=[{"role": "user", "content": message + "?"}])
+        last = one.chat.completions.create(model="m", messages=[{"role": "user", "content": message}, {"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "go on"}])
+        self.config.tracers[0].spans.append({"type": "AGENT", "children": []})
+        return last.choices[0].message.content
+'''
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(byte_tokenizer: Any) -> None:
+    TOKENIZER[:] = [byte_tokenizer]
+
+
+class Says:
+    """A backend that says what it is given, one after the other."""
+
+    def __init__(self, *texts: str):
+        self.tokenizer, self.texts, self.asked = TOKENIZER[0], list(texts), []
+
+    def sample(self, prompts: Any, params: Any, n: int = 1, stop_flag: Any = None) -> list[list[Completion]]:
+        self.asked.append((list(prompts[0]), params))
+        made = []
+        for _ in range(n):
+            tokens = self.tokenizer.encode(self.texts.pop(0) + "<|end|>", add_special_tokens=False)
+            made.append(Completion(tokens, [-0.25] * len(tokens), "stop", 4))
+        return [made]
+
+
+def test_answers_have_openais_form_and_the_tokens_that_were_drawn() -> None:
+    backend = Says("one", "two")
+    client = ChatClient(Session(backend), model="tiny")
+    answer = client.chat.completions.create(model="x", messages=HELLO, n=2, max_tokens=9, max_completion_tokens=7, stop=["\n"])
+    assert [c.message.content for c in answer.choices] == ["one", "two"] and answer.model == "tiny" and answer.object == "chat.completion"
+    assert backend.asked[0][1].max_tokens == 7 and backend.asked[0][1].stop == ["\n"]
+    train = answer.model_extra["nexrl_train"]
+    assert train["prompt_tokens"] == backend.asked[0][0] and backend.tokenizer.decode(train["response_tokens"]) == "one<|end|>"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"stream": True}, "leave stream out"),
+        ({"tool_choice": "required"}, "tool_choice='required' cannot be honoured"),
+        ({"response_format": {"type": "json_object"}}, "take no 'response_format'"),
+        ({"logit_bias": {"1": 5}}, "take no 'logit_bias'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(options: dict[str, Any], expected: str) -> None:
+    session = Session(Says())
+    with pytest.raises(ConfigError, match=expected):
+        ChatClient(session).create(messages=HELLO, **options)
+    assert session.calls == 0
+
+
+def test_fields_that_ask_for_nothing_are_let_pass_and_none_given_is_not_looked_at() -> None:
+    from openai import NOT_GIVEN
+
+    answer = ChatClient(Session(Says("a"))).create(messages=HELLO, tool_choice="auto", user="me", logit_bias=None, response_format=NOT_GIVEN, stream=False)
+    assert answer.choices[0].message.content == "a"
+
+
+def test_without_openai_the_same_attributes_are_there() -> None:
+    session = Session(Says('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "b"))
+    made = [_namespace(completion_dict([session.complete(HELLO)], "m")) for _ in range(2)]
+    assert made[0].choices[0].message.tool_calls[0].function.name == "f" and made[0].choices[0].finish_reason == "tool_calls"
+    assert made[1].choices[0].message.content == "b" and made[1].choices[0].message.tool_calls is None
+
+
+@pytest.fixture
+def nexau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package in NexAU's form."""
+    (tmp_path / "nexau").mkdir()
+    (tmp_path / "nexau" / "__init__.py").write_text(NEXAU)
+    for name in [n for n in sys.modules if n.split(".")[0] == "nexau"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in [n for n in sys.modules if n.split(".")[0] == "nexau"]:
+        del sys.modules[name]
+
+
+def test_an_agent_of_nexaus_is_given_sessions_for_itself_and_its_sub_agents(nexau: Path) -> None:
+    (nexau / "agent.yaml").write_text("name: main\n")
+    session = Session(Says("helped", "done"))
+    assert has_nexau() and NexAUAgent(nexau / "agent.yaml").run("do it", client=session) == "done"
+    found = session_trajectories(session.family(), run_id="r")
+    assert [t.get("agent_name") for t in found] == [None, "helper"] and session.meta["nexau_traces"] == [{"type": "AGENT", "children": []}]
+    drawn = [session.tokenizer.decode([x for x, m in zip(t.tokens, t.loss_mask) if m]) for t in found]
+    assert drawn == ["done<|end|>", "helped<|end|>"]
+
+
+def test_without_nexau_its_agents_are_refused(tmp_path: Path) -> None:
+    if has_nexau():
+        pytest.skip("NexAU is installed here")
+    with pytest.raises(ConfigError, match=r"AgentConfig\.load reads the same file"):
+        NexAUAgent(tmp_path / "agent.yaml")
