@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import threading
 import warnings
 from collections import deque
@@ -750,12 +751,22 @@ def load_tokenizer(
 ) -> Any:  # a transformers tokenizer
     """Load the tokenizer of a model; raises ConfigError where there is none."""
     with _LOADING:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = resolve_model(path_or_id)
     if Path(path).is_dir() and not any(next(Path(path).glob(g), None) for g in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model folder {path} has no tokenizer files; name another folder or Hub id in model.tokenizer")  # transformers would make an empty one
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        loader = PreTrainedTokenizerFast if _is_plain(Path(path)) else AutoTokenizer
+        return loader.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"{path!r} has no tokenizer that can be loaded; name another in model.tokenizer: {str(e).splitlines()[0]}") from e
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder's tokenizer is its tokenizer.json and nothing else; AutoTokenizer would make a model family's own of it, with other tokens."""
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(declared, dict) and declared.get("tokenizer_class") == "TokenizersBackend" and (folder / "tokenizer.json").is_file()

@@ -233,3 +233,18 @@ def test_a_head_that_does_more_is_refused():
     forward = model.base.forward
     model.base.forward = lambda **kw: type("Out", (), {"logits": forward(**kw).logits * 2})()
     assert "logits" in message(lambda: check_head(model))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
+def test_a_plain_tokenizer_is_loaded_as_it_is(tmp_path, family):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({t: i for i, t in enumerate(["<unk>", "<|call|>", " ", *"abcde"])}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\|call\|>|[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    build(family).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("ab <|call|>é", add_special_tokens=False) == made.encode("ab <|call|>é").ids == [3, 4, 2, 1, 0]
+    assert loaded.decode([3, 4, 2, 1]) == "ab <|call|>"
