@@ -105,7 +105,7 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,  # definitions in OpenAI's form
     ) -> Prompt:
         """The tokens to be sampled from."""
-        given = [template_message(m) for m in _as_messages(list(messages), self.system)]
+        given = _as_messages([template_message(m) for m in _as_messages(list(messages), None)], self.system)
         defined = [dict(t) for t in tools] if tools else None
         keys = _keys(given)
         known = self._known(given, keys)
@@ -144,6 +144,32 @@ class Conversation:
                 prompt.parent.children += 1
         return turn
 
+    def show(
+        self,
+        prompt: Prompt,  # that was answered
+        turn: Turn,  # the answer
+        message: Mapping[str, Any],  # what the client is given of it
+    ) -> None:
+        """Remember what an answer was shown as: whoever sends that back goes on from what was drawn."""
+        key = _digest(prompt.key, said(template_message(message)))
+        with self._lock:
+            if key != turn.key:
+                self._named.setdefault(key, []).append(turn)
+
+    def drop(
+        self,
+        turn: Turn,
+    ) -> bool:  # whether it was there, and nothing goes on from it
+        """Forget an answer that nobody received."""
+        with self._lock:
+            if turn.children or not any(t is turn for t in self.turns):
+                return False
+            for turns in (self.turns, *self._named.values()):
+                turns[:] = [t for t in turns if t is not turn]
+            if turn.parent is not None:
+                turn.parent.children -= 1
+        return True
+
     def _shown(self, parsed: Parsed) -> dict[str, Any]:
         """An answer for the template: what that knows no place for stands in the content, as the model wrote it."""
         message, template = template_message(parsed.message), str(getattr(self.tokenizer, "chat_template", ""))
@@ -158,7 +184,7 @@ class Conversation:
     def _known(self, messages: list[dict[str, Any]], keys: list[bytes]) -> list[Turn]:
         """Turns that the messages go on from: the latest of the longest, others that say the same, and what those went on from."""
         with self._lock:
-            found = [list(self._named.get(key, ())) for key in keys[:-1]]
+            found = [list(self._named.get(key, ())) for key in keys]
         named = [f[::-1] for f in found if f][::-1]
         if not named:
             return []

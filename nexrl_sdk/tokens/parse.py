@@ -307,6 +307,8 @@ def template_message(
 ) -> dict[str, Any]:
     """A message as chat templates read it."""
     made: dict[str, Any] = {k: _LONE.sub("\ufffd", v) if isinstance(v, str) else v for k, v in message.items() if v is not None or k == "content"}
+    if made.get("role") == "developer":  # a newer word, which templates leave out without a sign
+        made["role"] = "system"
     made["content"] = _text(made.get("content"))
     if made.get("tool_calls"):
         made["tool_calls"] = [_template_call(c) for c in made["tool_calls"]]
@@ -340,9 +342,9 @@ def said(
     message: Mapping[str, Any],
     reasoning: bool = False,  # with what was thought
 ) -> str:  # equal for messages that say the same
-    """What a message says: role, content, tool calls, whatever their ids and spacing."""
+    """What a message says: role, content, tool calls, whatever their ids and spacing, and the name that a framework gives the agent."""
     m = template_message(message)
     content = m["content"].strip() if isinstance(m["content"], str) else m["content"]
     calls = [(c["function"].get("name"), c["function"]["arguments"]) for c in m.get("tool_calls") or ()]
     thought = str(m.get("reasoning_content") or m.get("reasoning") or "").strip() if reasoning else ""
-    return json.dumps([m.get("role"), m.get("name") if m.get("role") != "tool" else None, content, calls, thought], sort_keys=True, ensure_ascii=False, default=str)
+    return json.dumps([m.get("role"), m.get("name") if m.get("role") not in ("tool", "assistant") else None, content, calls, thought], sort_keys=True, ensure_ascii=False, default=str)

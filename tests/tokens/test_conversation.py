@@ -112,6 +112,8 @@ class Trial:
         """A client's next request behind an answer."""
         answer = {k: v for k, v in turn.parsed.message.items() if k != "reasoning_content" or self.rng.random() < 0.2}
         calls = answer.get("tool_calls", [])
+        if self.rng.random() < 0.15:
+            return [*messages, {**answer, "name": "coder"}]  # asks again behind its own answer
         if calls and self.family in AGENTS:
             results = [{"role": "tool", "content": self.data(), "tool_call_id": c["id"]} for c in calls]
         else:
@@ -361,6 +363,42 @@ def test_conversations_that_nobody_drew_are_new() -> None:
     assert edited.parent is None and not edited.forked and edited.text.startswith("<|im_start|>system\nBe kind.")
     assert talk.prompt([USER, {"role": "assistant", "content": [{"type": "text", "text": "2"}]}, USER]).parent is first
     assert talk.prompt([{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": " 2 "}, USER]).parent is first
+
+
+def test_an_answer_is_known_under_the_name_that_a_framework_gives_it_and_at_the_end() -> None:
+    tokenizer = loaded("qwen2.5")
+    talk = Conversation(tokenizer)
+    first = talk.add(talk.prompt([USER]), said_by(tokenizer, "2"))
+    assert talk.prompt([USER, {**sent(first), "name": "coder"}, USER]).parent is first
+    assert talk.prompt([{**USER, "name": "eve"}, sent(first), USER]).parent is None  # whoever asks may be shown
+    asked = talk.prompt([USER, sent(first)])
+    assert asked.parent is first and not asked.forked and tokenizer.decode(asked.new) == "\n<|im_start|>assistant\n"
+    second = talk.add(asked, said_by(tokenizer, "two"))
+    assert talk.prompt([USER, sent(first), sent(second), USER]).parent is second
+    assert [sum(b.loss_mask) for b in branches(talk)] == [len(first.drawn) + len(second.drawn)]
+
+
+def test_a_developers_message_is_the_systems() -> None:
+    tokenizer = loaded("qwen3")
+    talk = Conversation(tokenizer, system="Be kind.")
+    asked = talk.prompt([{"role": "developer", "content": "Be brief."}, USER])
+    assert asked.text.startswith("<|im_start|>system\nBe brief.") and "kind" not in asked.text
+
+
+def test_an_answer_that_was_shown_otherwise_is_gone_on_from_by_what_was_shown() -> None:
+    tokenizer = loaded("qwen3")
+    talk = Conversation(tokenizer)
+    asked = talk.prompt([USER], TOOLS)
+    first = talk.add(asked, said_by(tokenizer, "I look.\nObservation:", None))
+    talk.show(asked, first, {"role": "assistant", "content": "I look."})
+    history = [USER, {"role": "assistant", "content": "I look."}, USER]
+    behind = talk.prompt(history, TOOLS)
+    assert behind.parent is first and "I look.\nObservation:<|im_end|>" in behind.text
+    second = talk.add(behind, said_by(tokenizer, "2"))
+    assert talk.prompt([*history, sent(second), USER], TOOLS).parent is second  # and so for ever
+    assert not talk.drop(first) and talk.drop(second) and not talk.drop(second)
+    assert talk.prompt([*history, sent(second), USER], TOOLS).parent is first and [b.turn for b in branches(talk)] == [first]
+    assert talk.drop(first) and talk.prompt(history, TOOLS).parent is None and not branches(talk)
 
 
 def test_completions_without_a_logprob_for_each_token_are_refused() -> None:
