@@ -9,17 +9,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from .worker import derive_seed
 from ..tokens.conversation import Conversation, Prompt, Turn, branches
+from ..tokens.render import _messages
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['SessionClosed', 'Reply', 'Session', 'session_trajectories']
+__all__ = ['SessionClosed', 'Reply', 'Session', 'cut', 'session_trajectories']
 
 # %% ../../nbs/43_rollout.session.ipynb #4c1adf96
 class SessionClosed(Interrupted):
@@ -43,6 +44,7 @@ class Reply:
     prompt_tokens: int
     number: int = 0  # of this answer among those of the rollout
     problem: str | None = None  # why a tool call could not be read
+    completion: Completion = field(default_factory=lambda: Completion([], []), repr=False)  # as it was drawn
 
     @property
     def usage(self) -> dict[str, int]:
@@ -77,6 +79,7 @@ class Session:
         self.calls = 0
         self.order = count() if order is None else order
         self.numbers: dict[int, int] = {}  # id of a turn -> its place among the rollout's answers
+        self._ids: dict[str, str] = {}  # of a tool call as the agent knows it -> as the model does
         self.children: list[Session] = []  # of sub-agents
         self.overridden: dict[str, Any] = {}  # what requests asked for and the recipe governs
         self.problems: list[str] = []  # tool calls that could not be read
@@ -104,20 +107,43 @@ class Session:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         n: int = 1,  # answers
-        **params: Any,
+        **params: Any,  # of `answer`, too
     ) -> list[Reply]:
         """Several answers to one request."""
+        return self.answer(lambda: self.conversation.prompt([self._as_drawn(m) for m in _messages(messages)], tools), n, **params)
+
+    def answer(
+        self,
+        make: Callable[[], Prompt],  # of this session's conversation
+        n: int = 1,  # answers
+        *,
+        calls: bool = True,  # False: what reads as a tool call is text
+        top_logprobs: int = 0,  # likeliest tokens that are wanted with each
+        **params: Any,
+    ) -> list[Reply]:
+        """Several answers to a prompt."""
         self.failure = None
         try:
             number = self._count(n)
             with _BUSY:
-                prompt = self.conversation.prompt(messages, tools)
-            drawn = self._draw(prompt.tokens, self._params(len(prompt.tokens), number, params), n)
+                prompt = make()
+            asked = self._params(len(prompt.tokens), number, params)
+            drawn = self._draw(prompt.tokens, replace(asked, top_logprobs=top_logprobs), n)
             with _BUSY:
-                return [self._reply(prompt, c) for c in drawn]
+                return [self._reply(prompt, c, params.get("stop"), calls) for c in drawn]
         except Exception as e:
             self.failure = e
             raise
+
+    def note(
+        self,
+        asked: Mapping[str, Any],  # fields of a request
+    ) -> None:
+        """Keep what an agent asks for and the recipe does not have."""
+        for name, value in asked.items():
+            if name not in self.overridden:
+                self.overridden[name] = value
+                _log.info("the agent asks for %s=%r, which the recipe does not have; it is not used", name, value)
 
     def child(
         self,
@@ -176,16 +202,35 @@ class Session:
             raise BackendError(f"the backend broke an answer off, or gave {len(found)} of {n}")
         return list(found)
 
-    def _reply(self, prompt: Prompt, completion: Completion) -> Reply:
+    def _reply(self, prompt: Prompt, completion: Completion, stop: Any, calls: bool) -> Reply:
         turn = self.conversation.add(prompt, completion)
         place = self.numbers[id(turn)] = next(self.order)
-        message = dict(turn.parsed.message)
-        if calls := message.get("tool_calls"):  # each has a name of its own in the conversation
-            message["tool_calls"] = [{**c, "id": f"call_{place}_{i}"} for i, c in enumerate(calls)]
+        message = self._shown(turn, place, stop, calls)
+        self.conversation.show(prompt, turn, message)
         if turn.parsed.problem:
             self.problems.append(turn.parsed.problem)
-        ended = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
-        return Reply(message, ended, turn, len(prompt.tokens), place, turn.parsed.problem)
+        ended = "length" if completion.finish_reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
+        return Reply(message, ended, turn, len(prompt.tokens), place, turn.parsed.problem, completion)
+
+    def _shown(self, turn: Turn, place: int, stop: Any, calls: bool) -> dict[str, Any]:
+        """An answer as the agent gets it: before its stop string, each tool call with a name of its own."""
+        message = dict(turn.parsed.message)
+        if (drawn := message.pop("tool_calls", None)) and calls:
+            message["tool_calls"] = [{**c, "id": f"call_{place}_{i}"} for i, c in enumerate(drawn)]
+            self._ids.update((f"call_{place}_{i}", c["id"]) for i, c in enumerate(drawn))
+        elif drawn:
+            message["content"] = str(self.tokenizer.decode(turn.drawn, skip_special_tokens=True)).rpartition("</think>")[2]
+        return {**message, "content": cut(message["content"], [stop] if isinstance(stop, str) else stop or ())}
+
+    def _as_drawn(self, message: dict[str, Any]) -> dict[str, Any]:
+        """An agent's message with the names of tool calls that the model gave, or its template can show."""
+        made = {**message, **({"tool_call_id": self._id(message["tool_call_id"])} if "tool_call_id" in message else {})}
+        if isinstance(calls := made.get("tool_calls"), list | tuple):
+            made["tool_calls"] = [{**c, "id": self._id(c["id"])} if isinstance(c, Mapping) and "id" in c else c for c in calls]
+        return made
+
+    def _id(self, given: Any) -> Any:
+        return self._ids.get(given, given) if isinstance(given, str) else given
 
     def _params(self, length: int, number: int, given: Mapping[str, Any]) -> SamplingParams:
         """This call's parameters: the recipe's, within what the agent asks for and the context holds."""
@@ -207,6 +252,14 @@ class Session:
         if (name, repr(value)) not in _TOLD:
             _TOLD.add((name, repr(value)))
             _log.info("the agent asks for %s=%r; the recipe's %r is used, so that all answers are of one distribution", name, value, getattr(self.sampling, name))
+
+
+def cut(
+    text: str,
+    stop: Sequence[str],  # strings that end an answer
+) -> str:
+    """A text up to the first of the strings."""
+    return text[: min((text.find(s) for s in stop if s in text), default=len(text))]
 
 
 def _room(length: int, context: int | None, max_prompt: int | None) -> int | None:

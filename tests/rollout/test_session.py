@@ -9,6 +9,7 @@ import pytest
 from agent_world import FORGETFUL, Recorded, Scripted, call, check_exact
 
 from nexrl_sdk import LocalBackend
+from nexrl_sdk.rollout.chat import trace_of
 from nexrl_sdk.rollout.session import Session, SessionClosed, session_trajectories
 from nexrl_sdk.types import BackendError, Completion, ConfigError, ContextOverflowError, Interrupted, SamplingParams
 
@@ -209,3 +210,49 @@ def test_several_threads_may_ask_one_session():
     found = session_trajectories(session)
     check_exact(backend.drawn, found)
     assert len(found) == 24 and sorted(t["turns"][0]["number"] for t in found) == list(range(24))
+
+
+MISTRAL = (  # as Mistral's own templates are: nine letters and digits, or an error
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "<|tool|>{{ m.tool_call_id }}:{{ m.content }}<|end|>{% else %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", \"arguments\": {{ c.function.arguments | tojson }}, \"id\": \"{{ c.id }}\"}</tool_call>{% endfor %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_the_model_reads_the_names_of_calls_that_it_gave():
+    said = '<tool_call>{"name": "add", "arguments": {}, "id": "abcdefghi"}</tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    backend = Scripted([said, said, "done"], template=MISTRAL)
+    session = Session(backend, sampling=SamplingParams(max_tokens=500))
+    messages, known = [USER], []
+    for turn in range(2):
+        reply = session.complete(messages)
+        ids = [c["id"] for c in reply.message["tool_calls"]]
+        known += ids
+        messages += [reply.message, *({"role": "tool", "content": f"r{turn}{i}", "tool_call_id": ident} for i, ident in reversed(list(enumerate(ids))))]
+    assert len(set(known)) == 4 and session.complete(messages).message["content"] == "done"
+    (t,) = session_trajectories(session)
+    check_exact(backend.drawn, [t])
+    read = session.tokenizer.decode(backend.drawn[2][0])
+    assert "<|tool|>abcdefghi:r00<|end|>" in read and "<|tool|>abcdefghi:r10<|end|>" in read and "call_" not in read
+    assert [s["outputs"]["result"] for s in trace_of([t])["children"] if s["type"] == "TOOL"] == ["r01", "r00", "r11", "r10"]
+
+
+def test_answers_end_before_a_stop_string_and_what_was_drawn_is_gone_on_from():
+    backend = Scripted(["I look.\nObservation: rain", "Bring a coat."])
+    session = Session(backend)
+    first = session.complete([USER], stop="\nObservation:")
+    assert first.message["content"] == "I look." and backend.tokenizer.decode(first.turn.drawn).startswith("I look.\nObservation:")
+    session.complete([USER, first.message, {"role": "user", "content": "rain"}], stop=["\nObservation:"])
+    (t,) = session_trajectories(session)
+    check_exact(backend.drawn, [t])
+    assert len(t["turns"]) == 2
+
+
+def test_calls_that_nobody_asked_for_are_text():
+    backend = Scripted([call("add", a=1), "2"])
+    session = Session(backend)
+    first = session.complete_many([USER], calls=False)[0]
+    assert first.message["content"] == call("add", a=1) and "tool_calls" not in first.message and first.finish_reason == "stop"
+    session.complete([USER, first.message, USER])
+    assert len(session_trajectories(session)) == 1
