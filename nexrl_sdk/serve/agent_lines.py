@@ -14,97 +14,157 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from .agent_run import AgentError, _final, _Tail, agent_environment
-from ..types import ConfigError, DataError
+from .agent_run import AgentError, _final, _how, _Tail, _unstarted, agent_environment, row_json
+from ..types import ConfigError
 
 # %% auto #0
-__all__ = ['LineAgents']
+__all__ = ['GIVEN_UP', 'LineAgents']
 
 # %% ../../nbs/84_serve.agent_lines.ipynb #ba819485
-_MOST = 16 << 20  # characters of a line
-
-
-class _Process:
-    """A process and the tasks that it has."""
+class _Group:
+    """A process, and all that it starts."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None):
         try:
             self.child = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(env), cwd=cwd, start_new_session=True)
         except (OSError, ValueError) as e:
-            raise ConfigError(f"the agent's command {command[0]!r} cannot be started: {e}") from e
-        assert self.child.stderr is not None
+            raise _unstarted(command, e) from e
+        assert self.child.stdin is not None and self.child.stdout is not None and self.child.stderr is not None
+        self.input, self.output, self.log = self.child.stdin, self.child.stdout, _Tail(self.child.stderr, 1 << 14)
+        self.lock, self.exited, self.read, self.over = threading.RLock(), threading.Event(), threading.Event(), threading.Event()
+        self._reaped = False
+
+    def watch(self) -> int:
+        """Wait until it has ended, and end what is left of it; its exit code."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)
+        self.exited.set()
+        self.kill()
+        self.read.wait(2.0)  # its last lines; whoever has left the group may hold its output for ever
+        with self.lock:
+            self._reaped = True
+        return self.child.wait()
+
+    def kill(self) -> None:
+        """End it with its group."""
+        with self.lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._reaped:
+                os.killpg(self.child.pid, signal.SIGKILL)
+
+# %% ../../nbs/84_serve.agent_lines.ipynb #4530e96c
+_MOST = 16 << 20  # bytes of a line
+_PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
+
+
+class _Process(_Group):
+    """A process and the tasks that it has."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None):
+        super().__init__(command, env, cwd)
         self.tasks: dict[int, Future[Any]] = {}
-        self.log = _Tail(self.child.stderr, 1 << 14)
-        self.lock, self.writing, self.ended = threading.Lock(), threading.Lock(), False
+        self.writing, self.ended, self.broken = threading.Lock(), False, ""
         _PROCESSES.add(self)
         threading.Thread(target=self._read, name="nexrl-agent-lines", daemon=True).start()
+        threading.Thread(target=self._end, name="nexrl-agent-end", daemon=True).start()
 
     def give(self, number: int, line: bytes) -> Future[Any] | None:
-        """Hand it a task; None where it has ended."""
+        """Hand it a task; None where it takes none."""
         done: Future[Any] = Future()
         with self.lock:
             if self.ended:
                 return None
             self.tasks[number] = done
-        assert self.child.stdin is not None
-        with self.writing, contextlib.suppress(OSError, ValueError):  # it is ending: its reader says so to every task
-            self.child.stdin.write(line)
-            self.child.stdin.flush()
+        with self.writing, contextlib.suppress(OSError, ValueError):  # it is ending: every task is told so
+            self.input.write(line)
+            self.input.flush()
         return done
 
+    def give_up(self, number: int, grace: float) -> None:
+        """A task is not wanted any more."""
+        with self.lock:
+            done = self.tasks.get(number)
+        if done is None or wait([done], grace).done:
+            return
+        with self.lock:
+            self.ended, lost = True, self.tasks.pop(number, None)
+        if lost is not None:
+            lost.set_exception(AgentError("the agent was given up"))
+        self._idle()
+
+    def _idle(self) -> None:
+        if self.ended and not self.tasks:
+            self.kill()
+
     def _read(self) -> None:
-        assert self.child.stdout is not None
-        while line := self.child.stdout.readline(_MOST):
-            with contextlib.suppress(ValueError, RecursionError):
-                said = json.loads(line)
-                self._answer(said) if isinstance(said, dict) and isinstance(said.get("id"), int) else None
-        self._over()
+        with contextlib.suppress(OSError, ValueError), self.output as output:
+            while not self.broken and (line := output.readline(_MOST)):
+                self._line(line)
+        self.read.set()
+        if self.broken or not self.exited.wait(1.0):  # it writes no more
+            self.kill()
+
+    def _line(self, line: bytes) -> None:
+        """Take an answer; a log's line is none."""
+        if len(line) == _MOST and not line.endswith(b"\n"):
+            self.broken = f"; it wrote a line of more than {_MOST >> 20} MiB"
+            return
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(said, dict) and type(said.get("id")) is int:
+            self._answer(said)
+        elif isinstance(said, dict) and "final_answer" in said:
+            self.broken = f"; an answer names its task by the number in 'id', and it wrote {line[:200].decode('utf-8', 'replace').strip()}"
 
     def _answer(self, said: dict[str, Any]) -> None:
         with self.lock:
             done = self.tasks.pop(said["id"], None)
-        if done is None:
+        if done is None:  # given up
             return
         if said.get("error") is not None:
             done.set_exception(AgentError(f"the agent failed: {str(said['error'])[:2000]}"))
         else:
             done.set_result(said.get("final_answer"))
+        self._idle()
 
-    def _over(self) -> None:
-        """It writes no more: its tasks fail."""
-        self.end(1.0)
-        code, words = self.child.returncode, self.log.text()[-2000:].strip()
-        how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+    def _end(self) -> None:
+        """Its tasks fail with it."""
+        code, words = self.watch(), self.log.text()[-2000:].strip()
         with self.lock:
             self.ended, lost = True, list(self.tasks.values())
             self.tasks.clear()
         for done in lost:
-            done.set_exception(AgentError(f"the agent's process {how} before it answered: {words or 'it wrote nothing to its standard error'}"))
+            done.set_exception(AgentError(f"the agent's process {_how(code)} before it answered{self.broken}: {words or 'it wrote nothing to its standard error'}"))
+        self.over.set()
+        with self.writing, contextlib.suppress(OSError, ValueError):
+            self.input.close()
+        if not self.log.is_alive() and self.child.stderr is not None:
+            self.child.stderr.close()
 
-    def end(self, grace: float = 2.0) -> None:
-        """End it with its group."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(grace)
-        if self.child.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
-
-
-_PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
+    def end(self) -> None:
+        """End it now."""
+        self.kill()
+        self.over.wait(5.0)
 
 
 @atexit.register
-def _end_all() -> None:
-    for process in list(_PROCESSES):
-        process.end(0.0)
+def _end_all(processes: Iterable[_Process] = _PROCESSES) -> None:
+    found = list(processes)
+    for process in found:
+        process.kill()
+    for process in found:
+        process.end()
 
 # %% ../../nbs/84_serve.agent_lines.ipynb #4750910f
+GIVEN_UP = 2.0  # seconds that a task which is not wanted any more may take to end
+
+
 class LineAgents:
     """An agent in processes that stay, as a function (base_url, row) -> final answer."""
 
@@ -124,6 +184,9 @@ class LineAgents:
         self.command, self.api_key, self.cwd, self.env = list(command), api_key, None if cwd is None else Path(cwd), dict(env or {})
         self._places: list[_Process | None] = [None] * processes
         self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._at_work: dict[int, tuple[str, _Process]] = {}  # task -> its session's address, and who has it
+        self._started: weakref.WeakSet[_Process] = weakref.WeakSet()
+        weakref.finalize(self, _end_all, self._started)
 
     def __call__(
         self,
@@ -132,12 +195,26 @@ class LineAgents:
     ) -> str | None:  # the final answer
         """Have a process work on one task."""
         number = next(self._numbers)
-        line = _line({"id": number, "base_url": base_url, "api_key": self.api_key, "row": dict(row)})
-        for _ in range(3):  # a process may end between being chosen and being told
-            done = self._process(number, base_url).give(number, line)
-            if done is not None:
-                return _final(done.result())
+        about = json.dumps({"id": number, "base_url": base_url, "api_key": self.api_key}).encode()
+        line = about[:-1] + b', "row": ' + row_json(row) + b"}\n"
+        try:
+            for _ in range(3):  # a process may end between being chosen and being told
+                process = self._process(number, base_url)
+                done = process.give(number, line)
+                if done is not None:
+                    return _final(done.result())
+        finally:
+            self._at_work.pop(number, None)
         raise AgentError("the agent's processes end before they take a task")
+
+    def give_up(
+        self,
+        base_url: str,  # of a rollout that has ended
+    ) -> None:
+        """A task is not wanted any more; a process that goes on with it nevertheless is replaced."""
+        for number, (at, process) in list(self._at_work.items()):
+            if at == base_url:
+                process.give_up(number, GIVEN_UP)
 
     def _process(self, number: int, base_url: str) -> _Process:
         with self._lock:
@@ -147,22 +224,16 @@ class LineAgents:
                 env = agent_environment(base_url, self.api_key, self.env)
                 del env["OPENAI_BASE_URL"]  # each task has its own
                 found = self._places[at] = _Process(self.command, env, self.cwd)
+                self._started.add(found)
+            self._at_work[number] = base_url, found
             return found
 
     def close(self) -> None:
         """End the processes; a later task starts them again."""
         with self._lock:
-            places, self._places = self._places, [None] * len(self._places)
-        for process in places:
-            if process is not None:
-                process.end(0.0)
+            self._places = [None] * len(self._places)
+            found = list(self._started)
+        _end_all(found)
 
     def __repr__(self) -> str:
         return f"LineAgents({' '.join(self.command)!r}, {len(self._places)} processes)"
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(value, default=str).encode() + b"\n"
-    except (TypeError, ValueError, RecursionError) as e:
-        raise DataError(f"the row cannot be written as JSON for the agent: {e}") from e

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import inspect
 import json
 import os
@@ -61,6 +62,8 @@ class _Call:
 
     def __init__(self, agent: Callable[[str, dict[str, Any]], Any], base_url: str, row: dict[str, Any]):
         self._make = lambda: agent(base_url, row)
+        self._give_up = getattr(agent, "give_up", None)  # of agents that work elsewhere
+        self._base_url = base_url
         self.done, self.value = threading.Event(), None
         self.error: BaseException | None = None
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None] | None = None
@@ -85,6 +88,8 @@ class _Call:
             with contextlib.suppress(RuntimeError):  # its loop has closed: it has ended
                 self._task[0].call_soon_threadsafe(self._task[1].cancel)
             self.done.wait(2.0)
+        elif callable(self._give_up):
+            self._give_up(self._base_url)
 
 
 def run_function(
@@ -103,8 +108,12 @@ def run_function(
         call.cancel()
         raise
     if call.error is not None:
+        if isinstance(call.error, (ConfigError, DataError)):  # another try would not help
+            raise call.error
         if isinstance(call.error, SessionClosed) or (cancel is not None and cancel.is_set()):
             raise SessionClosed("the rollout ended while its agent was running") from call.error
+        if isinstance(call.error, AgentError):
+            raise call.error
         raise AgentError(f"the agent failed: {type(call.error).__name__}: {str(call.error)[:2000]}") from call.error
     return _final(call.value)
 
@@ -128,16 +137,21 @@ class _Tail(threading.Thread):
         return self._kept.decode("utf-8", "replace")
 
 
+def _unstarted(command: Sequence[str], error: OSError | ValueError) -> NexRLError:
+    """What is wrong where a process does not start: the command, or a machine that is out of something for now."""
+    if getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return AgentError(f"the agent's process could not be started: {error}")
+    return ConfigError(f"the agent's command {command[0]!r} cannot be started: {error}")
+
+
 class _Child:
     """A process and its group."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None, said: bytes):
         try:
             self.process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(env), cwd=cwd, start_new_session=True)
-        except (FileNotFoundError, PermissionError, NotADirectoryError, ValueError) as e:
-            raise ConfigError(f"the agent's command {command[0]!r} cannot be started: {e}") from e
-        except OSError as e:  # the machine is out of something, for now
-            raise AgentError(f"the agent's process could not be started: {e}") from e
+        except (OSError, ValueError) as e:
+            raise _unstarted(command, e) from e
         assert self.process.stdin is not None and self.process.stdout is not None and self.process.stderr is not None
         self.out, self.err, self.done = _Tail(self.process.stdout, 1 << 20), _Tail(self.process.stderr, 1 << 14), threading.Event()
         _RUNNING.add(self)
@@ -208,16 +222,21 @@ def run_command(
     if code and cancel is not None and cancel.is_set():
         raise SessionClosed("the rollout ended while its agent was running")
     if code:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise AgentError(f"the agent's process {how}: {errors[-2000:].strip() or 'it wrote nothing to its standard error'}")
+        raise AgentError(f"the agent's process {_how(code)}: {errors[-2000:].strip() or 'it wrote nothing to its standard error'}")
     return read_answer(written)
+
+
+def _how(code: int) -> str:
+    """How a process has ended."""
+    names = {int(s): s.name for s in signal.Signals}
+    return f"was ended by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
 
 
 def read_answer(
     written: str,
 ) -> str | None:  # None where there is no line
     """The final answer in what an agent wrote."""
-    last = next((line.strip() for line in reversed(written.splitlines()) if line.strip()), None)
+    last = next((line.strip() for line in reversed(written.split("\n")) if line.strip()), None)  # JSON may hold what else ends a line
     if last is None or not last.startswith("{"):
         return last
     try:
