@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from .request import Chat, RequestError, read_messages, read_options, read_tools
 from .session import Reply, Session
 from ..types import ConfigError
 
@@ -20,8 +21,7 @@ from ..types import ConfigError
 __all__ = ['ChatClient', 'completion_dict', 'trace_of', 'has_nexau', 'NexAUAgent']
 
 # %% ../../nbs/43_rollout.chat.ipynb #a3349a44
-_TAKEN = ("messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "temperature", "top_p", "seed")
-_PASSED = ("model", "user", "metadata", "timeout", "stream_options", "parallel_tool_calls", "extra_headers", "service_tier", "store")  # change no answer
+_CALL = ("timeout", "extra_headers", "extra_query")  # of a connection, which there is none of
 
 
 class ChatClient:
@@ -37,32 +37,51 @@ class ChatClient:
 
     def create(
         self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        n: int | None = None,  # answers
-        **options: Any,  # of chat completions
+        **options: Any,  # of chat completions: messages, tools, n, ...
     ) -> Any:  # openai's ChatCompletion where openai is installed; else its attributes
-        """The next message, recorded by the session."""
-        params = _params(options)
-        replies = self.session.complete_many(messages, tools if options.get("tool_choice") != "none" else None, n or 1, **params)
-        return _as_completion(completion_dict(replies, self.model))
+        """The next message, recorded by the session; RequestError for what cannot be honoured."""
+        return _as_completion(completion_dict(self.replies(**options), self.model))
+
+    def replies(
+        self,
+        **options: Any,  # of chat completions
+    ) -> list[Reply]:
+        """The answers to a request, with their turns."""
+        asked, noted = _read(options)
+        messages, tools = read_messages(asked.messages), read_tools(asked)
+        self.session.note(noted)
+        return self.session.complete_many(messages, tools, asked.n, calls=asked.tool_choice != "none", **asked.asked())
 
     def __repr__(self) -> str:
         return f"ChatClient({len(self.session.conversation.turns)} answers so far)"
 
 
+def _read(options: Mapping[str, Any]) -> tuple[Chat, dict[str, Any]]:
+    """What is honoured of a request, and what is noted."""
+    given = {k: _json(v) for k, v in options.items() if k not in _CALL and type(v).__name__ not in ("NotGiven", "Omit")}
+    extra = given.pop("extra_body", None) or {}
+    asked, noted = read_options(Chat, {**given, **extra})
+    if asked.stream:
+        raise RequestError("a session in this process answers at once: leave stream out, or send the agent through the capture proxy, which streams", "stream")
+    if asked.logprobs or asked.top_logprobs:
+        raise RequestError("answers of a session in this process have their logprobs under nexrl_train; leave logprobs out", "logprobs")
+    return asked, noted
+
+
 def _params(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a session is told; ConfigError for what it cannot honour."""
-    given = {k: v for k, v in options.items() if v is not None and type(v).__name__ not in ("NotGiven", "Omit")}
-    if given.get("stream"):
-        raise ConfigError("a session in this process answers at once: leave stream out, or send the agent through the capture proxy, which streams")
-    if given.get("tool_choice", "auto") not in ("auto", "none"):
-        raise ConfigError(f"tool_choice={given['tool_choice']!r} cannot be honoured: the model chooses by itself, so that what it draws is its own")
-    if unknown := sorted(k for k in given if k not in (*_TAKEN, *_PASSED, "stream", "tool_choice")):
-        raise ConfigError(f"chat completions of a session take no {unknown[0]!r}: it would change the answers, and cannot be honoured")
-    most = [int(given[k]) for k in ("max_tokens", "max_completion_tokens") if k in given]
-    return {**{k: given[k] for k in ("stop", "temperature", "top_p", "seed") if k in given}, **({"max_tokens": min(most)} if most else {})}
+    """What a session is told by options alone."""
+    return _read({"messages": [], **options})[0].asked()
+
+
+def _json(value: Any) -> Any:
+    """What a client would send: the fields of objects that have any set, answers' messages among them."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {k: _json(v) for k, v in value.items()}
+    return [_json(v) for v in value] if isinstance(value, list | tuple) else value
 
 # %% ../../nbs/43_rollout.chat.ipynb #c38ad6a8
 def completion_dict(

@@ -18,25 +18,24 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ..backend.http import check_key
-from ..rollout.session import Reply, Session, SessionClosed, session_trajectories
+from ..rollout.request import Chat, RequestError, read_messages, read_options, read_tools
+from ..rollout.session import Reply, Session, SessionClosed, cut, session_trajectories
 from .agent_run import AgentError, run_command, run_function
 from .checkpoints import ApiError
 from .door import JSON_BODY, Door, read_json
 from .nextrainer import LOOPBACK, _impatient
-from .openai_wire import Answered, Chat, Choice, Continuation, OpenAIError, Options, chat_logprobs, read_messages, read_options, read_prompt, read_tools, text_logprobs
+from .openai_wire import Answered, Choice, Continuation, OpenAIError, chat_logprobs, read_prompt, text_logprobs
 from ..tokens.conversation import Prompt, Turn
-from ..tokens.parse import said
-from ..tokens.render import render_prompt
-from ..types import BackendError, Completion, ConfigError, ContextOverflowError, DataError, Interrupted, SamplingParams, Trajectory
+from ..tokens.render import _encode_behind, render_prompt
+from ..types import BackendError, ConfigError, ContextOverflowError, DataError, Interrupted, SamplingParams, Trajectory
 
 # %% auto #0
-__all__ = ['KEPT', 'DEPTH', 'MEMORY', 'FLYING', 'Flight', 'Flights', 'ProxySession', 'Shown', 'cut', 'draw', 'answer_chat',
-           'answer_text', 'continuation', 'check_depth', 'told', 'Places', 'OpenAIDoor', 'CaptureProxy',
-           'create_proxy_app', 'ProxyAgent', 'proxied']
+__all__ = ['KEPT', 'DEPTH', 'MEMORY', 'FLYING', 'Flight', 'Flights', 'ProxySession', 'answer_chat', 'answer_text', 'continuation',
+           'check_depth', 'told', 'Places', 'OpenAIDoor', 'CaptureProxy', 'create_proxy_app', 'ProxyAgent', 'proxied']
 
 # %% ../../nbs/85_serve.openai.ipynb #b17b9681
 KEPT = 120.0  # seconds for which a repetition finds the first one's answer
@@ -116,12 +115,9 @@ class Flights:
         self._drop(found)
 
     def _drop(self, turns: Sequence[Turn]) -> None:
-        known = self.session.conversation.turns
-        for turn in [t for t in turns if not t.children and any(t is k for k in known)]:
-            known[:] = [k for k in known if k is not turn]
-            if turn.parent is not None:
-                turn.parent.children -= 1
-            self.session.meta.setdefault("unreceived", []).append(turn)
+        for turn in turns:
+            if self.session.conversation.drop(turn):
+                self.session.meta.setdefault("unreceived", []).append(turn)
 
 # %% ../../nbs/85_serve.openai.ipynb #31142f8f
 class ProxySession:
@@ -137,7 +133,7 @@ class ProxySession:
     ):
         self.session, self.id = session, secrets.token_urlsafe(24)
         self.url, self.api_key = f"{base}/session/{self.id}/v1", key or self.id
-        self.flights, self.shown = Flights(session), Shown()
+        self.flights = Flights(session)
         self.continued: list[tuple[Turn, str]] = []  # answers to texts, and the text up to their ends
         self._leave, self._owned = leave, owned
 
@@ -165,67 +161,7 @@ class ProxySession:
     def __repr__(self) -> str:
         return f"ProxySession({len(self.session.conversation.turns)} answers, {'closed' if self.flights.closed else 'open'})"
 
-# %% ../../nbs/85_serve.openai.ipynb #aa73ad6c
-class Shown:
-    """Messages that were answered otherwise than they were sampled."""
-
-    def __init__(self) -> None:
-        self._sampled: dict[bytes, dict[str, Any]] = {}
-
-    def restored(
-        self,
-        messages: Sequence[dict[str, Any]],  # as the agent sends them
-    ) -> tuple[list[dict[str, Any]], bytes]:  # as they were sampled, and a name for the conversation
-        """A conversation with what was sampled in it."""
-        key, found = b"", []
-        for m in messages:
-            key = _after(key, m)
-            found.append(self._sampled.get(key, m))
-        return found, key
-
-    def note(
-        self,
-        key: bytes,  # name of the conversation that was answered
-        shown: Mapping[str, Any],
-        sampled: dict[str, Any],
-    ) -> None:
-        """Remember what a message stands for."""
-        if said(shown) != said(sampled):
-            self._sampled[_after(key, shown)] = sampled
-
-
-def _after(key: bytes, message: Mapping[str, Any]) -> bytes:
-    return hashlib.blake2b(key + said(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def cut(
-    text: str,
-    stop: Sequence[str],  # strings that end an answer
-) -> str:
-    """A text up to the first of the strings."""
-    return text[: min((text.find(s) for s in stop if s in text), default=len(text))]
-
 # %% ../../nbs/85_serve.openai.ipynb #85cc6ef9
-def draw(
-    session: Session,
-    make: Callable[[], Prompt],
-    options: Options,
-    most: int | None,  # tokens of an answer
-    top: int,  # likeliest tokens that are wanted with each
-) -> list[tuple[Reply, Completion]]:
-    """The answers to one request."""
-    session.failure = None
-    try:
-        number = session._count(options.n)
-        prompt = make()
-        params = session._params(len(prompt.tokens), number, {**options.asked(), "max_tokens": most})
-        found = session._draw(prompt.tokens, replace(params, top_logprobs=top), options.n)
-        return [(session._reply(prompt, c), c) for c in found]
-    except Exception as e:
-        session.failure = e  # of which workers want to know
-        raise
-
-
 def answer_chat(
     place: ProxySession,
     body: Any,  # JSON values
@@ -233,35 +169,19 @@ def answer_chat(
 ) -> tuple[Answered, list[Turn]]:
     """The next message of a conversation."""
     asked, noted = read_options(Chat, body)
-    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
-        raise OpenAIError("max_tokens and max_completion_tokens are one thing: give one of them", param="max_tokens")
-    messages, key = place.shown.restored(read_messages(asked.messages))
-    tools = read_tools(asked)
-    _note(place.session, noted)
-    found = draw(place.session, lambda: place.session.conversation.prompt(messages, tools), asked, asked.max_tokens or asked.max_completion_tokens, asked.top_logprobs)
-    choices = [_choice(place, reply, c, asked, key) for reply, c in found]
-    return _answered(model, choices, [r for r, _ in found], True)
+    messages, tools = read_messages(asked.messages), read_tools(asked)
+    place.session.note(noted)
+    found = place.session.complete_many(messages, tools, asked.n, calls=asked.tool_choice != "none", top_logprobs=asked.top_logprobs, **asked.asked())
+    return _answered(model, [_choice(place.session.tokenizer, r, asked) for r in found], found, True)
 
 
-def _choice(place: ProxySession, reply: Reply, completion: Completion, asked: Chat, key: bytes) -> Choice:
+def _choice(tokenizer: Any, reply: Reply, asked: Chat) -> Choice:
     """An answer as OpenAI's clients know it."""
-    tokenizer = place.session.tokenizer
-    message, ended = dict(reply.message), reply.finish_reason
-    if asked.tool_choice == "none" and message.pop("tool_calls", None):  # no call was asked for: it is text
-        message["content"], ended = str(tokenizer.decode(reply.turn.drawn, skip_special_tokens=True)).rpartition("</think>")[2], "stop"
-    message["content"] = cut(message["content"], asked.stop)
-    place.shown.note(key, message, reply.message)
+    message, drawn = reply.message, reply.completion
     if message.get("tool_calls") and not message["content"]:
-        message["content"] = None
-    scored = chat_logprobs(tokenizer, completion.tokens, completion.logprobs, completion.top_logprobs if asked.top_logprobs else None) if asked.logprobs else None
-    return Choice(ended, message, logprobs=scored)
-
-
-def _note(session: Session, noted: Mapping[str, Any]) -> None:
-    for name, value in noted.items():
-        if name not in session.overridden:
-            session.overridden[name] = value
-            _log.info("the agent asks for %s=%r, which the recipe does not have; it is not used", name, value)
+        message = {**message, "content": None}
+    scored = chat_logprobs(tokenizer, drawn.tokens, drawn.logprobs, drawn.top_logprobs if asked.top_logprobs else None) if asked.logprobs else None
+    return Choice(reply.finish_reason, message, logprobs=scored)
 
 
 def _answered(model: str, choices: list[Choice], replies: Sequence[Reply], chat: bool) -> tuple[Answered, list[Turn]]:
@@ -278,16 +198,17 @@ def answer_text(
     asked, noted = read_options(Continuation, body)
     tokenizer = place.session.tokenizer
     given = read_prompt(asked.prompt, _vocabulary(tokenizer))
-    _note(place.session, noted)
-    found = draw(place.session, lambda: continuation(place, given), asked, asked.max_tokens or 16, asked.logprobs or 0)
+    place.session.note(noted)
+    found = place.session.answer(lambda: continuation(place, given), asked.n, top_logprobs=asked.logprobs or 0, **{**asked.asked(), "max_tokens": asked.max_tokens or 16})
     choices = []
-    for reply, c in found:
+    for reply in found:
+        c = reply.completion
         begun = given if isinstance(given, str) else _plain_text(tokenizer, given)
         place.continued.append((reply.turn, begun + _plain_text(tokenizer, c.tokens)))
         text = cut(str(tokenizer.decode(c.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)), asked.stop)
         scored = None if asked.logprobs is None else text_logprobs(tokenizer, c.tokens, c.logprobs, c.top_logprobs if asked.logprobs else None)
         choices.append(Choice("length" if c.finish_reason == "length" else "stop", None, text, scored))
-    return _answered(model, choices, [r for r, _ in found], False)
+    return _answered(model, choices, found, False)
 
 
 def continuation(
@@ -301,14 +222,17 @@ def continuation(
     if turn is None:
         tokens = given if isinstance(given, list) else render_prompt(tokenizer, given)
         again = isinstance(given, str) and any(given.startswith(t.messages[0]["content"]) and t.messages[0]["content"] != given for t, _ in list(place.continued))
-        return Prompt(tokens, tokens, text, [{"role": "user", "content": text}], None, None, again)
+        return Prompt(tokens, tokens, text, [{"role": "user", "content": text}], None, None, again, _TEXT)
     if isinstance(given, list):
         new = given[len(turn.tokens) :]
         rest = _plain_text(tokenizer, new)
     else:
         rest = given[len(next(text for t, text in place.continued if t is turn)) :]
-        new = list(tokenizer.encode(rest, add_special_tokens=False))
-    return Prompt(turn.tokens + new, new, text, [*turn.messages, {"role": "user", "content": rest}], None, turn)
+        new = _encode_behind(tokenizer, rest, "", turn.drawn[-1:])
+    return Prompt(turn.tokens + new, new, text, [*turn.messages, {"role": "user", "content": rest}], None, turn, key=_TEXT)
+
+
+_TEXT = b"text"  # no conversation's name: messages go on from messages alone
 
 
 def _goes_on(turn: Turn, text: str, given: str | list[int]) -> bool:
@@ -352,6 +276,8 @@ def told(
         raise OpenAIError(f"the model could not answer: {e}", 503, "backend_error") from e
     except ApiError:
         raise
+    except RequestError as e:
+        raise OpenAIError(str(e), 400, e.code, e.param) from e
     except (ConfigError, DataError, UnicodeError, OverflowError, RecursionError) as e:
         raise OpenAIError(str(e)[:2000]) from e
     except Exception as e:
@@ -696,12 +622,18 @@ def create_proxy_app(
         return door.json({"status": "ok", "sessions": len(door.places.open)})
 
     async def nothing(request: Any, error: Any) -> Any:
-        what = f"there is nothing for {request.method} here: sessions answer POST chat/completions, POST completions and GET models"
-        return door.error(OpenAIError(what, error.status_code, "not_found"))
+        return door.error(OpenAIError(_nothing(request.method, request.url.path), error.status_code, "not_found"))
 
     app.add_route("/health", health, methods=["GET"])
     app.add_exception_handler(HTTPException, nothing)
     return app
+
+
+def _nothing(method: str, path: str) -> str:
+    """What a client is told that asks for anything else."""
+    asked = (path.partition("/v1/")[2] or path.rpartition("/")[2])[:80]
+    more = "; the Responses API keeps conversations in the server, and this one does not: use chat completions (client.chat.completions.create; set_default_openai_api('chat_completions') in the Agents SDK)" if asked.startswith("responses") else ""
+    return f"there is nothing for {method} {asked} here: the addresses are POST chat/completions, POST completions and GET models below /session/ID/v1{more}"
 
 # %% ../../nbs/85_serve.openai.ipynb #71153851
 class ProxyAgent:

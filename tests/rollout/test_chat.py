@@ -73,16 +73,60 @@ def test_answers_have_openais_form_and_the_tokens_that_were_drawn() -> None:
     ("options", "expected"),
     [
         ({"stream": True}, "leave stream out"),
-        ({"tool_choice": "required"}, "tool_choice='required' cannot be honoured"),
-        ({"response_format": {"type": "json_object"}}, "take no 'response_format'"),
-        ({"logit_bias": {"1": 5}}, "take no 'logit_bias'"),
+        ({"tool_choice": "required"}, "tool_choice='required' cannot be promised"),
+        ({"response_format": {"type": "json_object"}}, "leave response_format out"),
+        ({"logit_bias": {"1": 5}}, "leave logit_bias out"),
+        ({"parallel_tool_calls": False}, "leave parallel_tool_calls out"),
+        ({"store": True}, "leave store out"),
+        ({"logprobs": True}, "under nexrl_train"),
+        ({"n": 0}, "n: Input should be greater"),
+        ({"max_token": 5}, "did you mean 'max_tokens'"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json is no field that is known here"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "'image_url'; this model reads text"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "whose role is one of"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(options: dict[str, Any], expected: str) -> None:
     session = Session(Says())
     with pytest.raises(ConfigError, match=expected):
-        ChatClient(session).create(messages=HELLO, **options)
+        ChatClient(session).create(**{"messages": HELLO, **options})
     assert session.calls == 0
+
+
+def test_a_client_and_the_proxy_refuse_the_same() -> None:
+    """Whatever field openai's own client knows is read alike by both."""
+    import inspect
+
+    from openai.resources.chat.completions import Completions
+
+    from nexrl_sdk.rollout.request import HARMLESS, NEUTRAL, NOTED, Chat
+
+    theirs = set(inspect.signature(Completions.create).parameters) - {"self", "timeout", "extra_headers", "extra_query", "extra_body"}
+    assert theirs <= {*HARMLESS, *NEUTRAL, *NOTED, *Chat.model_fields}
+
+
+@pytest.mark.parametrize("without_openai", [False, True])
+def test_an_answer_is_sent_back_as_it_came(without_openai: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As agents write it: `messages.append(response.choices[0].message)`."""
+    if without_openai:
+        monkeypatch.setattr("nexrl_sdk.rollout.chat._as_completion", _namespace)
+    backend = Says('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "I look.\nObservation: rain", "done")
+    session = Session(backend)
+    client, messages = ChatClient(session), [{"role": "developer", "content": "Be brief."}, *HELLO]
+    first = client.chat.completions.create(messages=messages, tools=(), stop=None, reasoning_effort="low").choices[0].message
+    messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}]
+    second = client.chat.completions.create(messages=messages, stop="\nObservation:", user="me").choices[0].message
+    assert second.content == "I look."
+    assert client.chat.completions.create(messages=[*messages, second, *HELLO]).choices[0].message.content == "done"
+    (trajectory,) = session_trajectories(session)
+    assert len(trajectory["turns"]) == 3 and trajectory.prompt.startswith("<|system|>Be brief.") and session.overridden == {"reasoning_effort": "low"}
+
+
+def test_no_tools_are_no_tools() -> None:
+    session = Session(Says('<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (answer,) = ChatClient(session).create(messages=HELLO, tools=tools, tool_choice="none").choices
+    assert answer.finish_reason == "stop" and answer.message.tool_calls is None and answer.message.content.startswith("<tool_call>")
 
 
 def test_fields_that_ask_for_nothing_are_let_pass_and_none_given_is_not_looked_at() -> None:

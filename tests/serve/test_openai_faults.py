@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import pydantic
 import pytest
 from proxy_data import Scripted, assert_exact
 
@@ -27,6 +28,12 @@ from nexrl_sdk.types import BackendError, ConfigError, SamplingParams
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 ASK = [{"role": "user", "content": "How are you?"}]
 BODY = {"model": "m", "messages": ASK}
+
+
+class Form(pydantic.BaseModel):
+    """An answer that an agent wants parsed."""
+
+    mood: str
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -294,7 +301,6 @@ def test_a_rollout_that_ends_while_the_model_answers(proxies: Any) -> None:
         ({"messages": ASK, "max_tokens": "5"}, "max_tokens"),
         ({"messages": ASK, "max_tokens": 0}, "max_tokens"),
         ({"messages": ASK, "max_tokens": True}, "max_tokens"),
-        ({"messages": ASK, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
         ({"messages": ASK, "n": 10**9}, "n"),
         ({"messages": ASK, "temperature": -1}, "temperature"),
         ({"messages": ASK, "stop": ""}, "stop.0"),
@@ -330,6 +336,17 @@ def test_what_is_wrong_is_named(wrongs: Any, http: httpx.Client, body: Any, name
 def test_what_is_wrong_with_a_text_is_named(wrongs: Any, http: httpx.Client, body: Any, named: str) -> None:
     answer = http.post(f"{wrongs.url}/completions", json={"model": "m", **body})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == named, answer.text
+
+
+def test_what_is_not_here_is_said_with_what_is(wrongs: Any) -> None:
+    mine = openai.OpenAI(base_url=wrongs.url, api_key=wrongs.api_key, max_retries=0)
+    for ask, named in ((lambda: mine.responses.create(model="m", input="hi"), "chat.completions.create"), (lambda: mine.embeddings.create(model="m", input="hi"), "POST embeddings here: the addresses are POST chat/completions")):
+        with pytest.raises(openai.NotFoundError, match=named):
+            ask()
+    with pytest.raises(openai.NotFoundError, match="below /session/ID/v1"):
+        mine.with_options(base_url=wrongs.url.removesuffix("/v1")).chat.completions.create(model="m", messages=ASK)
+    with pytest.raises(openai.BadRequestError, match="read it from the text"):
+        mine.chat.completions.parse(model="m", messages=ASK, response_format=Form)
 
 
 @pytest.fixture(scope="module")
