@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
-from .chat import NexAUAgent, has_nexau, trace_of
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _score_of, as_evaluator, as_result, score
-from .rollouts import Rollouts
+from .chat import ChatClient, NexAUAgent, completion_dict, has_nexau, trace_of
+from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _finite_metrics, _score_of, as_evaluator, as_result, score
+from .rollouts import Rollouts, _runs, score_fields
 from .session import Reply, Session, SessionClosed, session_trajectories
 from .tools import as_text, cut_middle
 from .trace import Span, error_line
@@ -35,7 +36,8 @@ from ..types import BackendError, ConfigError, ContextOverflowError, DataError, 
 
 # %% auto #0
 __all__ = ['GRACE', 'ENDINGS', 'Agent', 'RolloutRunner', 'JudgedByRun', 'unlearn', 'turn_info', 'AgentRolloutWorker',
-           'WorkerConfig', 'BaseNexAURolloutWorker', 'pig_latin', 'PigLatinRolloutWorker']
+           'WorkerConfig', 'InferenceClient', 'OwnAgent', 'BaseNexAURolloutWorker', 'pig_latin',
+           'PigLatinRolloutWorker']
 
 # %% ../../nbs/43_rollout.agent.ipynb #39fca701
 @dataclass
@@ -311,25 +313,18 @@ class RolloutRunner:
         return given_up, min(times, default=None)
 
 # %% ../../nbs/43_rollout.agent.ipynb #0a4cc79b
-def _runs(rollouts: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Trajectories by rollout."""
-    found: dict[Any, list[Trajectory]] = {}
-    for i, t in enumerate(rollouts):
-        found.setdefault(i if t.run_id is None else (t.group_id, t.run_id), []).append(t)
-    return list(found.values())
-
-
 class JudgedByRun(BaseRolloutWorker):
     """A worker whose rollouts may be several sequences."""
 
     def target(self, trajectory: Trajectory) -> BaseEvaluationTarget:
         """The answer, and the trace that led to it."""
-        return NexAUEvaluationTarget(trajectory.get("final_answer", trajectory.response), [{"trace": trajectory.get("trace") or {}}])
+        observation = trajectory["observation"] if "observation" in trajectory else [{"trace": trajectory.get("trace") or {}}]
+        return NexAUEvaluationTarget(trajectory.get("final_answer", trajectory.response), observation)
 
     def score(self, rollouts: Rollouts | Sequence[Trajectory], evaluator: Any = None, *, progress: Progress | None = None, stop_flag: threading.Event | None = None) -> Any:
         """Score each rollout once; a reward that its worker gave is kept, unless there is another evaluator."""
         judge = self.evaluator if evaluator is None else as_evaluator(evaluator)
-        runs = [r for r in _runs(list(rollouts)) if r[0].status != "failed" and (evaluator is not None or not r[0].get("scored_by_worker"))]
+        runs = [r for r in _runs(rollouts) if r[0].status != "failed" and (evaluator is not None or not r[0].get("scored_by_worker"))]
         for run, s in zip(runs, run_many(lambda run: self._judge(judge, run[0]), runs, self.concurrency, progress, stop_flag)):
             for t in run:
                 _write(t, s)
@@ -339,7 +334,7 @@ class JudgedByRun(BaseRolloutWorker):
         """Zero the loss mask of the answers that the hook leaves out."""
         if type(self).get_train_loss_mask is BaseRolloutWorker.get_train_loss_mask:
             return
-        for run in _runs(list(rollouts)):
+        for run in _runs(rollouts):
             turns = _learned(run)
             if run[0].status == "failed" or run[0].get("masked_by_worker") or not turns:
                 continue
@@ -368,13 +363,8 @@ def _booleans(given: Any) -> list[bool] | None:
 
 def _write(t: Trajectory, s: Score) -> None:
     """A score, with the rollout's own numbers among its metrics."""
-    fields = s.as_fields()
-    own = {k: float(v) for k, v in (t.get("agent") or {}).items() if isinstance(v, (int, float)) and k != "seconds"}
-    trace = fields.pop("traceback")
-    t.update({**fields, "metrics": {**own, **fields["metrics"]}})
     t.pop("traceback", None)
-    if trace is not None:
-        t["traceback"] = trace
+    t.update(score_fields(t, s))
 
 
 def unlearn(
@@ -412,6 +402,7 @@ class _Rollout:
     fields: dict[str, Any]
     put: list[Trajectory] | None = None
     judged: Score | None = None  # an evaluator that run_agent called, and that failed
+    shown: BaseEvaluationTarget | None = None  # what run_agent last gave to the evaluator
     problem: Exception | None = None  # why a trajectory could not be put
     infos: tuple[int, list[dict[str, Any]]] = (0, [])  # number of answers, and what is known of each
     causes: list[str] = field(default_factory=list)  # of earlier tries
@@ -422,8 +413,35 @@ class _Rollout:
         return self.tracer.get_trace() or self.session.meta.get("tracer", self.tracer).get_trace() or dict(theirs[-1])
 
 
+class _Activity:
+    """NexRL's tracker as a worker knows it: what is posted is logged as eval/<name>, its mean over the rollouts of a step."""
+
+    def __init__(self, rollout: _Rollout):
+        self._rollout = rollout
+
+    def experiment_logger_post(self, backend: str, data: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep numbers with the rollout; they go to every log that the recipe names, at the step that trains on it."""
+        try:
+            numbers, _ = _finite_metrics(data)
+        except EvaluatorError as e:
+            raise _noted(f"posted to {backend!r}: {e}") from e
+        self._rollout.session.meta.setdefault("posted", {}).update(numbers)
+
+    def get_training_step(self) -> int:
+        """The steps that were done when this rollout's batch was begun."""
+        return int(self._rollout.fields.get("step") or 0)
+
+
 _HERE: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("rollout", default=None)
 _PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("progress", default=None)
+
+
+def _noted(message: str) -> ConfigError:
+    """A mistake of run_agent, which ends the run also where run_agent passes it over."""
+    error = ConfigError(message)
+    if (here := _HERE.get()) is not None:
+        here.problem = error
+    return error
 
 
 def _own(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -481,12 +499,28 @@ class AgentRolloutWorker(JudgedByRun):
         """The steps of this rollout."""
         return self._rollout.tracer
 
+    @property
+    def _activity_tracker(self) -> _Activity:
+        """Numbers that go with this rollout."""
+        return _Activity(self._rollout)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except ConfigError as e:
+            if (here := _HERE.get()) is not None:  # its cause, should run_agent pass it over
+                here.problem = e
+            raise
+
     def run_agent(
         self,
         task: dict[str, Any],  # the row
     ) -> str | None:  # the answer; None: the rollout has failed, unless a trajectory was put
         """One rollout."""
-        query = self.format_task_query(task)
+        return self._ask_agent(self.format_task_query(task), task)
+
+    def _ask_agent(self, query: Any, task: dict[str, Any]) -> str:
+        """What the agent answers to a query."""
         if self.agent is None:
             raise ConfigError(f"{type(self).__name__} has no agent: give agent=, or override run_agent")
         if isinstance(self.agent, (Agent, NexAUAgent)):
@@ -586,7 +620,7 @@ class AgentRolloutWorker(JudgedByRun):
         """The trajectories of a rollout that has come to its end."""
         rollout.session._open()
         if rollout.put is not None:
-            return rollout.put
+            return _with_posted(rollout.put, rollout.session)
         if answer is None:
             raise _why_none(rollout)
         ended = str(rollout.session.meta.get("ended", "answer"))
@@ -596,10 +630,10 @@ class AgentRolloutWorker(JudgedByRun):
             return self._failed(rollout, ContextOverflowError(f"the rollout ended without an answer: {ended} (unfinished: fail)"))
         if isinstance(answer, tuple) and len(answer) == 2 and hasattr(answer[1], "reward"):  # what run_agent of NexRL's own workers returns: the output, and its evaluation
             return self._given(self._trajectories(rollout, as_text(getattr(answer[0], "final_answer", answer[0]))), _evaluated(answer[1]))
-        return self._trajectories(rollout, as_text(answer))
+        return self._trajectories(rollout, as_text(getattr(answer, "final_answer", answer)))
 
     def _trajectories(self, rollout: _Rollout, answer: str, **fields: Any) -> list[Trajectory]:
-        own: dict[str, Any] = {"final_answer": answer, "agent": _numbers(rollout.session), "trace": rollout.trace()}
+        own: dict[str, Any] = {"final_answer": answer, "agent": _numbers(rollout.session), "trace": rollout.trace(), **_shown(rollout)}
         found = session_trajectories(rollout.session.family(), **{**rollout.fields, **own, **fields})
         if not found:
             raise BackendError("the agent ended without asking the model anything: nothing was sampled, so nothing can be learned")
@@ -719,6 +753,23 @@ def _why_none(rollout: _Rollout) -> Exception:
     return BackendError("run_agent returned None, which says that the rollout has failed; its log has the cause")
 
 
+def _shown(rollout: _Rollout) -> dict[str, Any]:
+    """What run_agent has shown to the evaluator, where that is not the trace alone: whoever scores again shows the same."""
+    seen = getattr(rollout.shown, "observation", None)
+    if seen is None or (isinstance(seen, list) and len(seen) == 1 and isinstance(seen[0], dict) and set(seen[0]) == {"trace"}):
+        return {} if seen is None else {"trace": seen[0]["trace"]}
+    return {"observation": seen}
+
+
+def _with_posted(found: list[Trajectory], session: Session) -> list[Trajectory]:
+    """Trajectories that were put, with numbers that were posted after that."""
+    posted = session.meta.get("posted", {})
+    for t in found if posted else ():
+        t["agent"] = {**posted, **t["agent"]}
+        t["metrics"] = {**posted, **(t.get("metrics") or {})}
+    return found
+
+
 def _last_words(session: Session) -> str:
     turns = session.conversation.turns
     return str(turns[-1].parsed.message.get("content") or "") if turns else ""
@@ -733,6 +784,7 @@ def _numbers(session: Session, ended: str = "answer") -> dict[str, Any]:
     """What a rollout did, in numbers."""
     family, meta = session.family(), session.meta
     return {
+        **meta.get("posted", {}),
         "turns": sum(len(s.conversation.turns) for s in family), "tool_calls": sum(s.meta.get("tool_calls", 0) for s in family), "tool_errors": sum(s.meta.get("tool_errors", 0) for s in family),
         "seconds": round(time.monotonic() - meta["began"], 3) if "began" in meta else None, "ended": meta.get("ended", ended), "forks": sum(t.forked for s in family for t in s.conversation.turns),
         "tool_call_problems": sum(len(s.problems) for s in family),
@@ -766,7 +818,49 @@ class WorkerConfig(Mapping[str, Any]):
             raise AttributeError(f"the worker's config has no {name!r}{nearest(name, self.__dict__.get('_section', {}))}")
         return self._section[name]
 
+# %% ../../nbs/43_rollout.agent.ipynb #f95ee61c
+class InferenceClient(ChatClient):
+    """The model of a rollout as NexRL's workers speak to it."""
 
+    def generate(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,  # of Session.complete
+    ) -> dict[str, Any]:  # choices, usage, nexrl_train, response, tool_calls, finish_reason
+        """The next message and its tokens."""
+        reply = self.session.complete(messages, tools, **options)
+        said = {"response": str(reply.message.get("content") or ""), "tool_calls": reply.message.get("tool_calls") or [], "finish_reason": reply.finish_reason}
+        return {**completion_dict([reply], self.model), **said}
+
+    def completion(self, prompt: str, **options: Any) -> NoReturn:
+        """Refused: text without a conversation has no place in one."""
+        raise _noted("an agent's rollout is a conversation: use self.client.complete(messages), or generate(messages), in place of completion(prompt); a worker that answers plain text is SimpleRolloutWorker")
+
+
+class OwnAgent:
+    """An agent in the shape of NexAU's: run(query), config.tracers, history."""
+
+    def __init__(self, worker: AgentRolloutWorker, rollout: _Rollout):
+        self._worker, self._rollout = worker, rollout
+        self.config = SimpleNamespace(name=getattr(getattr(worker.agent, "config", None), "name", "agent"), tracers=[rollout.tracer])
+
+    def run(
+        self,
+        message: str,
+        context: Mapping[str, Any] | None = None,  # values for the system prompt, beside the row's
+        custom_llm_client_provider: Any = None,  # not asked: the model is the rollout's
+    ) -> str:  # the answer's text
+        """Work on one task."""
+        return str(self._worker._ask_agent(message, {**self._rollout.task, **(context or {})}))
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Messages of the conversation so far."""
+        turns = self._rollout.session.conversation.turns
+        return [dict(m) for m in turns[-1].messages] if turns else []
+
+# %% ../../nbs/43_rollout.agent.ipynb #7166b073
 class BaseNexAURolloutWorker(AgentRolloutWorker):
     """A worker in the form that NexRL's documents show."""
 
@@ -791,6 +885,45 @@ class BaseNexAURolloutWorker(AgentRolloutWorker):
     @evaluator.setter
     def evaluator(self, value: Any) -> None:
         self._evaluator = value
+
+    @property
+    def _config(self) -> Any:
+        """The config, as NexRL's own workers call it."""
+        return self.config
+
+    @property
+    def _inference_client(self) -> ChatClient:
+        """The model, in the shape of OpenAI's client."""
+        return InferenceClient(self.client)
+
+    def load_agent_from_config(
+        self,
+        custom_llm_client_provider: Callable[[], Any] | None = None,  # is asked for nothing: the model is this rollout's
+    ) -> tuple[Any, Any]:  # the agent, and what its run takes as custom_llm_client_provider
+        """The agent as NexRL's own workers run it: agent.run(query), agent.config.tracers, agent.history."""
+        if self.agent is None:
+            raise ConfigError(f"{type(self).__name__} has no agent: name its file in rollout_worker.nexau_agent_config_path")
+        if not isinstance(self.agent, NexAUAgent):
+            return OwnAgent(self, self._rollout), custom_llm_client_provider
+        agent, clients = self.agent.load(), dict[str, ChatClient]()
+
+        def provider(name: str) -> ChatClient:
+            if name not in clients:
+                clients[name] = InferenceClient(self.client if name == agent.config.name else self.client.child(name))
+            return clients[name]
+
+        return agent, provider
+
+    def trace_processor(
+        self,
+        traces: Sequence[Mapping[str, Any]],  # from a tracer
+    ) -> list[dict[str, Any]]:
+        """What is known of every answer of the model in them."""
+        found: list[dict[str, Any]] = []
+        for trace in traces:
+            for child in trace.get("children") or ():
+                self.child_processor(child, found)
+        return found
 
     def child_processor(
         self,
@@ -852,6 +985,7 @@ class _Noted(Evaluator):
         return getattr(self._inner, name)
 
     def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
+        self._rollout.shown = evaluation_target if isinstance(evaluation_target, BaseEvaluationTarget) else None
         s = score(self._inner, data, evaluation_target, self._timeout)
         if s.status == "error":
             self._rollout.judged = s

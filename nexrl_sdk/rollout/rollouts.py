@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 from collections import UserList
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% auto #0
-__all__ = ['TAG', 'SCORED', 'ORIGINAL', 'Unsaved', 'dumps', 'loads', 'missing_for_score', 'stored_target', 'Rollouts']
+__all__ = ['TAG', 'SCORED', 'ORIGINAL', 'Unsaved', 'dumps', 'loads', 'missing_for_score', 'stored_target', 'score_fields',
+           'Rollouts']
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #1de7cc94
 TAG = "__nexrl__"
@@ -275,16 +276,38 @@ SCORED = ("status", "reward", "error", "traceback", "ground_truth", "metrics", "
 ORIGINAL = "original"  # the name of a score that has none
 
 
+def _is_lost(value: Any) -> bool:
+    """Whether a part of a value was not stored."""
+    rest, seen = [value], set[int]()
+    while rest:
+        found = rest.pop()
+        if isinstance(found, Unsaved):
+            return True
+        if isinstance(found, (Mapping, list, tuple)) and id(found) not in seen:
+            seen.add(id(found))
+            rest += found.values() if isinstance(found, Mapping) else found
+    return False
+
+
+def _is_agents(t: Trajectory) -> bool:
+    return bool({"final_answer", "trace", "observation"} & set(t))
+
+
 def missing_for_score(
     t: Trajectory,
+    of_target: bool = True,  # False: whoever asks makes what the evaluator sees
 ) -> str | None:
     """What a stored rollout lacks to be scored again."""
     row = t.get("data")
     if not isinstance(row, Mapping):
         return "no row (`data`)"
-    if any(isinstance(v, Unsaved) for v in row.values()):
+    if _is_lost(row):
         return "a row with a column that could not be stored"
-    if isinstance(t.get("trace"), Unsaved):
+    if not of_target:
+        return None
+    if _is_agents(t) and not {"trace", "observation"} & set(t):
+        return "an agent's answer and no trace (`trace`)"
+    if _is_lost(t.get("observation", t.get("trace"))):
         return "a trace that could not be stored"
     return None if isinstance(t.get("final_answer", t.get("response")), str) else "no answer (`response`)"
 
@@ -292,12 +315,12 @@ def missing_for_score(
 def stored_target(
     t: Trajectory,
 ) -> BaseEvaluationTarget:
-    """What an evaluator gets to see of a stored rollout: the answer, and an agent's trace."""
+    """What an evaluator gets to see of a stored rollout: the answer, and what an agent's worker showed, which is the trace unless it says otherwise."""
     answer = t.get("final_answer", t.get("response"))
-    return NexAUEvaluationTarget(answer, [{"trace": t.get("trace") or {}}]) if {"final_answer", "trace"} & set(t) else BaseEvaluationTarget(answer)
+    return NexAUEvaluationTarget(answer, t["observation"] if "observation" in t else [{"trace": t.get("trace") or {}}]) if _is_agents(t) else BaseEvaluationTarget(answer)
 
-
-def _runs(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+# %% ../../nbs/42_rollout.rollouts.ipynb #d7a7653b
+def _runs(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """An agent's rollout may have several trajectories, and is scored once; any other trajectory is a rollout of its own."""
     found: dict[Any, list[Trajectory]] = {}
     for i, t in enumerate(trajectories):
@@ -306,15 +329,25 @@ def _runs(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     return list(found.values())
 
 
-def _check_scorable(trajectories: list[Trajectory]) -> None:
+def _check_scorable(trajectories: list[Trajectory], of_target: bool) -> None:
     """DataError where something is missing: what, for how many, and in which."""
     found: dict[str, list[Any]] = {}
     for t in trajectories:
-        if (why := missing_for_score(t)) is not None:
+        if (why := missing_for_score(t, of_target)) is not None:
             found.setdefault(why, []).append(t.get("run_id"))
     if found:
         said = "; ".join(f"{len(ids)} {'has' if len(ids) == 1 else 'have'} {why} (the first: {ids[0]!r})" for why, ids in found.items())
         raise DataError(f"{sum(map(len, found.values()))} of {len(trajectories)} rollouts cannot be scored again: {said}. Leave them out: rollouts.filter(lambda t: missing_for_score(t) is None)")
+
+
+def score_fields(
+    t: Trajectory,
+    new: Score,
+) -> dict[str, Any]:
+    """A score as fields of a trajectory, with an agent's own numbers (turns, tool calls) among its metrics."""
+    fields = {k: v for k, v in new.as_fields().items() if k != "traceback" or v is not None}
+    own = {k: float(v) for k, v in (t.get("agent") or {}).items() if isinstance(v, (int, float)) and k != "seconds"}
+    return {**fields, "metrics": {**own, **fields["metrics"]}}
 
 
 def _scored_again(
@@ -325,7 +358,7 @@ def _scored_again(
     """A copy with the new score, the old one beside it."""
     before = {k: t[k] for k in SCORED if k in t}
     rest = {k: v for k, v in t.items() if k not in SCORED}
-    fields = {k: v for k, v in new.as_fields().items() if k != "traceback" or v is not None}
+    fields = score_fields(t, new)
     return Trajectory({**rest, **fields, "scores": {**(t.get("scores") or {}), t.get("scored_by") or ORIGINAL: {"status": t.status, **before}}, "scored_by": name})
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #7dfe60c8
@@ -440,11 +473,11 @@ class Rollouts(UserList[Trajectory]):
         progress: Callable[[int, int], None] | bool | None = None,  # called with (done, total); True: a bar
         target: Callable[[Trajectory], BaseEvaluationTarget] | None = None,  # what the evaluator sees, such as a worker's `target`; None: the answer, and an agent's trace
     ) -> Rollouts:  # new ones, the old score in `scores`; advantages are left out, for they were made of the old rewards
-        """Score stored answers again, beside the old scores; DataError where a row or an answer is missing."""
+        """Score stored answers again, beside the old scores; DataError where a row, an answer or an agent's trace is missing."""
         from nexrl_sdk.rollout.cached import evaluate_batch
 
         there = [t for t in self.data if t.status != "failed"]
-        _check_scorable(there)
+        _check_scorable(there, target is None)
         called = _new_name(name, evaluator, {n for t in there for n in _names(t)})
         runs = _runs(there)
         scores = evaluate_batch(evaluator, [run[0]["data"] for run in runs], [(target or stored_target)(run[0]) for run in runs], concurrency, timeout, progress)
@@ -456,7 +489,7 @@ class Rollouts(UserList[Trajectory]):
         import pandas as pd
 
         found: dict[str, list[tuple[Mapping[str, Any], Trajectory]]] = {}
-        for t in self.data:
+        for t in (run[0] for run in _runs(self.data)):
             for name, old in (t.get("scores") or {}).items():
                 found.setdefault(name, []).append((old, t))
         if not found:

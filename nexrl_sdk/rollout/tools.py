@@ -303,9 +303,10 @@ def _perform(tool: Tool, arguments: Any, injected: dict[str, Any], deadline: flo
     return as_text(value)
 
 
-def _failed(error: str, began: float) -> ToolResult:
+def _failed(error: str, began: float, limit: int = TOOL_OUTPUT_LIMIT) -> ToolResult:
     said = _speakable(error if len(error) <= 3000 else f"{error[:3000]}…")
-    return ToolResult(f"Error: {said}", said, time.monotonic() - began)
+    text, truncated = cut_middle(f"Error: {said}", limit)
+    return ToolResult(text, said, time.monotonic() - began, truncated)
 
 
 def _result(name: str, outcome: dict[str, Any], limit: int, began: float) -> ToolResult:
@@ -314,8 +315,8 @@ def _result(name: str, outcome: dict[str, Any], limit: int, began: float) -> Too
         text, truncated = cut_middle(outcome["value"], limit)
         return ToolResult(_speakable(text), None, time.monotonic() - began, truncated)
     if isinstance(error, _Refused):
-        return _failed(f"{name} was not called: {error}", began)
-    return _failed(f"{name} raised {error_line(error)}", began)
+        return _failed(f"{name} was not called: {error}", began, limit)
+    return _failed(f"{name} raised {error_line(error)}", began, limit)
 
 # %% ../../nbs/42_rollout.tools.ipynb #2421589e
 def docstring(

@@ -21,8 +21,8 @@ from ..tokens.render import render_prompt
 from ..types import BackendError, Completion, ConfigError, ContextOverflowError, DataError, Interrupted, NexRLError, NonFiniteError, SamplingParams, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['Progress', 'OVERLONG', 'run_many', 'Task', 'derive_seed', 'make_tasks', 'WorkerHooks', 'BaseRolloutWorker',
-           'SimpleRolloutWorker']
+__all__ = ['Progress', 'NOT_HERE', 'OVERLONG', 'run_many', 'Task', 'derive_seed', 'make_tasks', 'NotHere', 'WorkerHooks',
+           'BaseRolloutWorker', 'SimpleRolloutWorker']
 
 # %% ../../nbs/42_rollout.worker.ipynb #64f88b25
 Progress = Callable[[int, int], None]  # (done, total)
@@ -144,6 +144,24 @@ def make_tasks(
         tasks.append(Task(item, group, drawn, fields=fields))
     return tasks
 
+# %% ../../nbs/42_rollout.worker.ipynb #0e7ffa3a
+_TRAINERS = "the trainer hands out the rows and takes the trajectories"
+_EXACT = "tokens, masks and logprobs are those that were drawn; get_train_loss_mask says which answers are learned from"
+NOT_HERE = {  # what NexRL's own workers have, and what to use in its place
+    "rollout": "override format_task_query for the prompt alone, or derive from BaseNexAURolloutWorker and override run_agent(task), which draws with self.client and hands in with self._put_trajectory",
+    "_inference_client": "this worker asks the model itself; derive from BaseNexAURolloutWorker and draw in run_agent with self.client",
+    "load_agent_from_config": "derive from BaseNexAURolloutWorker and name the agent's file in rollout_worker.nexau_agent_config_path",
+    "trace_processor": "derive from BaseNexAURolloutWorker", "child_processor": "derive from BaseNexAURolloutWorker",
+    "_put_trajectory": "derive from BaseNexAURolloutWorker and hand in from run_agent", "_activity_tracker": "derive from BaseNexAURolloutWorker and post from run_agent, or return metrics from the evaluator",
+    "_generate_tokens": "derive from BaseNexAURolloutWorker", "_config": "derive from BaseNexAURolloutWorker, whose config is self.config",
+    "add_loss_mask": _EXACT, "trace_prefix_merge": _EXACT, "_check_and_truncate": f"{_EXACT}; max_prompt_length and overlong bound them", "save_trace": "traces are stored with the run's rollouts",
+    **dict.fromkeys(["_get_rollout_task", "_put_rollout_task", "_trajectory_pool", "_dataloader", "_validate_dataloader", "_validator", "_weight_sync_controller", "_next_task"], _TRAINERS),
+}  # fmt: skip
+
+
+class NotHere(ConfigError, AttributeError):
+    """A worker was asked for what workers of NexRL have and these have not."""
+
 # %% ../../nbs/42_rollout.worker.ipynb #abc245cd
 OVERLONG = ("error", "truncate", "drop")
 
@@ -182,6 +200,18 @@ class WorkerHooks(ABC):
         self.concurrency, self.retries, self.eval_timeout = concurrency, retries, eval_timeout
         self._judges = threading.BoundedSemaphore(concurrency)  # calls of `run` from several threads share the evaluators
         self.logger = logging.getLogger(f"nexrl_sdk.rollout.{type(self).__name__}")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a method that NexRL calls and nobody calls here."""
+        super().__init_subclass__(**kwargs)
+        if "rollout" in vars(cls):
+            raise ConfigError(f"{cls.__name__}.rollout is never called here: {NOT_HERE['rollout']}")
+
+    def __getattr__(self, name: str) -> Any:
+        """Nothing; the message says what to use."""
+        if name in NOT_HERE:
+            raise NotHere(f"{type(self).__name__} has no {name}: {NOT_HERE[name]}")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{'' if name.startswith('__') else nearest(name, dir(type(self)))}")
 
     def format_task_query(
         self,
