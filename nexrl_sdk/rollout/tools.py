@@ -9,10 +9,12 @@ import asyncio
 import contextvars
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import math
 import re
+import sys
 import threading
 import time
 import types
@@ -27,7 +29,7 @@ from ..types import ConfigError, is_number, nearest
 
 # %% auto #0
 __all__ = ['INJECTED', 'TOOL_TIMEOUT', 'TOOL_OUTPUT_LIMIT', 'MOST_HANGING', 'TOOL_NAME', 'ToolResult', 'cut_middle', 'as_text',
-           'parse_arguments', 'object_schema', 'Tool', 'docstring', 'parameters_of']
+           'parse_arguments', 'import_jsonschema', 'object_schema', 'Tool', 'docstring', 'parameters_of']
 
 # %% ../../nbs/42_rollout.tools.ipynb #691ec28c
 @dataclass(frozen=True)
@@ -120,13 +122,29 @@ def parse_arguments(
     return dict(found)
 
 # %% ../../nbs/42_rollout.tools.ipynb #a3e64d97
+_SLOW, _IMPORTING = "rfc3987_syntax", threading.Lock()
+
+
+def import_jsonschema() -> Any:
+    """The jsonschema package; one of its format checkers compiles a grammar for seconds when it is imported, and that waits until it checks something."""
+    with _IMPORTING:
+        if "jsonschema" not in sys.modules and _SLOW not in sys.modules and importlib.util.find_spec(_SLOW) is not None:
+            late: Any = types.ModuleType(_SLOW)
+            late.is_valid_syntax = lambda *given: importlib.import_module(_SLOW).is_valid_syntax(*given)
+            sys.modules[_SLOW] = late
+            try:
+                importlib.import_module("jsonschema")
+            finally:
+                del sys.modules[_SLOW]
+        return importlib.import_module("jsonschema")
+
+
 def _validator(schema: Mapping[str, Any]) -> Any:
     """A checker for a JSON schema that fetches nothing from anywhere."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.validators import validator_for
+    jsonschema = import_jsonschema()
     from jsonschema_specifications import REGISTRY
 
-    return validator_for(schema, default=Draft202012Validator)(schema, registry=REGISTRY)
+    return jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema, registry=REGISTRY)
 
 
 def _check_arguments(validator: Any, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
@@ -199,7 +217,7 @@ def object_schema(
     what: str,  # whose it is, for the message
 ) -> dict[str, Any]:
     """A JSON schema of an object; ConfigError where it is none."""
-    from jsonschema.exceptions import SchemaError
+    SchemaError = import_jsonschema().exceptions.SchemaError
 
     if not isinstance(schema, Mapping):
         raise ConfigError(f"{what}: its parameters must be a JSON schema, a mapping, not {type(schema).__name__}")
