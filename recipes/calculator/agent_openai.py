@@ -23,7 +23,7 @@ def call(name: str, arguments: str) -> str:
     try:
         return str(FUNCTIONS[name](**json.loads(arguments)))
     except Exception as e:  # noqa: BLE001 - the model reads what went wrong
-        return f"Error: {e}"
+        return f"Error: {name} raised {type(e).__name__}: {e}"
 
 
 def solve(client: OpenAI, question: str) -> str:
