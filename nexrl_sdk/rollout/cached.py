@@ -5,22 +5,28 @@
 # %% ../../nbs/43_rollout.cached.ipynb #98c20401
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import functools
 import hashlib
 import inspect
 import json
+import linecache
 import logging
 import os
 import re
 import sqlite3
+import sys
+import sysconfig
 import threading
 import time
 import types
+from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +42,36 @@ __all__ = ['identity_of', 'content_key', 'Cached', 'evaluate_batch']
 def identity_of(
     evaluator: Any,
 ) -> str:  # 64 hexadecimal digits
-    """A digest of an evaluator's class, source and settings; ConfigError where it has settings that cannot be written down."""
-    return hashlib.sha256(json.dumps(_identity(evaluator, ()), sort_keys=True).encode()).hexdigest()
+    """A digest of an evaluator's class, settings, source and what that uses; ConfigError where there is something that cannot be written down."""
+    return hashlib.sha256(json.dumps(_identity(evaluator, (), {}), sort_keys=True).encode()).hexdigest()
 
 
-def _identity(value: Any, above: tuple[int, ...]) -> Any:
+def _identity(value: Any, above: tuple[int, ...], seen: dict[int, int]) -> Any:
+    if value is None or isinstance(value, _PLAIN):
+        return [type(value).__name__, repr(value)]
     if id(value) in above:
         return ["again", above.index(id(value))]
-    inner = functools.partial(_identity, above=(*above, id(value)))
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return [type(value).__name__, repr(value)]
+    inner = functools.partial(_identity, above=(*above, id(value)), seen=seen)
+    if isinstance(value, (types.FunctionType, type)):  # once each
+        if id(value) in seen:
+            return ["known", seen[id(value)]]
+        seen[id(value)] = len(seen)
     if isinstance(value, re.Pattern):
         return ["pattern", value.pattern, value.flags]
     if isinstance(value, Mapping):
         return ["mapping", sorted([inner(k), inner(v)] for k, v in value.items())]
     if isinstance(value, (list, tuple)):
         return ["list", [inner(v) for v in value]]
+    if isinstance(value, (set, frozenset)):
+        return ["set", sorted(json.dumps(inner(v)) for v in value)]
+    if isinstance(value, type):
+        return ["class", _source(value, inner)]
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return _function_identity(value, inner)
     if callable(getattr(value, "cache_state", None)):
-        return [_source(type(value)), inner(value.cache_state())]
+        return [_source(type(value), inner), inner(value.cache_state())]
     if isinstance(value, Evaluator) or (hasattr(value, "evaluate") and hasattr(value, "__dict__")):
-        return [_source(type(value)), inner({k: v for k, v in vars(value).items() if not (k.startswith("_") and type(value).__module__.startswith("nexrl_sdk."))})]
+        return [_source(type(value), inner), inner({k: v for k, v in vars(value).items() if not (k.startswith("_") and type(value).__module__.startswith("nexrl_sdk."))})]
     raise ConfigError(f"nothing says whether {type(value).__name__} {repr(value)[:80]} is the same at another time: give Cached an identity of your own, identity='v1'")
 
 
@@ -65,16 +79,72 @@ def _function_identity(function: Any, inner: Callable[[Any], Any]) -> Any:
     plain = inspect.unwrap(getattr(function, "__func__", function))
     cells = [inner(c.cell_contents) for c in plain.__closure__ or ()]
     bound = [inner(function.__self__)] if isinstance(function, types.MethodType) else []
-    return ["function", _source(plain), inner(plain.__defaults__), inner(plain.__kwdefaults__), cells, bound]
+    return ["function", _source(plain, inner), inner(plain.__defaults__), inner(plain.__kwdefaults__), cells, bound]
 
 
-def _source(what: Any) -> list[str]:
-    """The source of a function, or of a class and those that it derives from."""
+_PLAIN = (str, int, float, complex, bool, bytes, Path)
+_SILENT = ("typing", "types", "_thread", "threading")  # kinds of things in a module that say nothing of a score
+
+# %% ../../nbs/43_rollout.cached.ipynb #c9d05b83
+def _source(what: Any, inner: Callable[[Any], Any]) -> list[Any]:
+    """The source of a function, or of a class and those that it derives from, with what it uses of its module."""
+    module = what.__module__ or ""
+    name = f"{module}.{what.__qualname__}"
+    if _is_installed(module):
+        return [name, version("nexrl_sdk")] if module.startswith("nexrl_sdk.") else [name]
     try:
-        parts = [c for c in what.__mro__ if c not in (object, Evaluator) and c.__module__ not in ("abc", "builtins")] if isinstance(what, type) else [what]
-        return [f"{what.__module__}.{what.__qualname__}", *(inspect.getsource(p) for p in parts)]
+        parts = [c for c in what.__mro__ if c not in (object, Evaluator, ABC)] if isinstance(what, type) else [what]
+        return [name, *([inspect.getsource(p), _used(p, inner)] if not _is_installed(p.__module__ or "") else _source(p, inner) for p in parts)]
     except (OSError, TypeError) as e:
         raise ConfigError(f"the source of {what.__qualname__} cannot be read ({e}): give Cached an identity of your own, identity='v1'") from e
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module comes from Python or an installed package, and not from the user's own files."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" or module.startswith("nexrl_user_"):
+        return False
+    return module.partition(".")[0] in sys.stdlib_module_names if file is None else any(Path(file).is_relative_to(root) for root in _roots())
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    own = str(Path(str(sys.modules["nexrl_sdk"].__file__)).parent)
+    return (*(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")), own)
+
+# %% ../../nbs/43_rollout.cached.ipynb #737c6d91
+def _used(part: Any, inner: Callable[[Any], Any]) -> list[Any]:
+    """What a function or a class's methods read of their module, by name."""
+    methods = vars(part).values() if isinstance(part, type) else [part]
+    found: dict[str, types.FunctionType] = {}
+    for m in methods:
+        f = inspect.unwrap(getattr(m, "__func__", None) or getattr(m, "fget", None) or m)
+        found.update({n: f for n in _names(f.__code__) if n in f.__globals__} if isinstance(f, types.FunctionType) else {})
+    return [[n, _global(n, f, inner)] for n, f in sorted(found.items()) if f.__globals__[n] is not part]
+
+
+def _global(name: str, user: types.FunctionType, inner: Callable[[Any], Any]) -> Any:
+    """A name of a module: code by its source, a plain value by itself, anything else by the line that makes it, where that is to be found."""
+    value = user.__globals__[name]
+    if isinstance(value, types.ModuleType):
+        return [value.__name__, None if _is_installed(value.__name__) else inspect.getsource(value)]
+    if isinstance(value, (types.BuiltinFunctionType, logging.Logger)) or (type(value).__module__ in _SILENT and not isinstance(value, (types.FunctionType, types.MethodType))):
+        return [type(value).__name__]
+    plain = value is None or isinstance(value, (*_PLAIN, re.Pattern, types.FunctionType, types.MethodType, type))
+    line = None if plain else _line_of(name, user.__code__.co_filename)
+    return inner(value) if line is None else line
+
+
+def _line_of(name: str, file: str) -> str | None:
+    """The statement at a file's or cell's top that makes a name."""
+    tree = ast.parse("".join(linecache.getlines(file)))
+    made = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) and any(isinstance(n, ast.Name) and n.id == name for t in (node.targets if isinstance(node, ast.Assign) else [node.target]) for n in ast.walk(t))]
+    return ast.unparse(made[-1]) if made else None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that code reads, also in functions within it."""
+    return {*code.co_names, *(n for c in code.co_consts if isinstance(c, types.CodeType) for n in _names(c))}
 
 # %% ../../nbs/43_rollout.cached.ipynb #2fea219f
 def content_key(
