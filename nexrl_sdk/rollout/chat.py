@@ -68,11 +68,6 @@ def _read(options: Mapping[str, Any]) -> tuple[Chat, dict[str, Any]]:
     return asked, noted
 
 
-def _params(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a session is told by options alone."""
-    return _read({"messages": [], **options})[0].asked()
-
-
 def _json(value: Any) -> Any:
     """What a client would send: the fields of objects that have any set, answers' messages among them."""
     if hasattr(value, "model_dump"):

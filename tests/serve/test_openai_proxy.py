@@ -218,6 +218,26 @@ def test_texts_go_on_from_what_was_sampled(proxies: Any, client: Any) -> None:
     assert_exact(backend.drawn, [trajectory])
 
 
+def test_texts_go_on_in_the_middle_of_a_text_where_a_tokenizer_begins_one_otherwise(proxies: Any, client: Any) -> None:
+    """As Llama 2 and Mistral do: a word that begins a text has a space before it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace(prepend_scheme="first")
+    core.train_from_iterator(["Weather: rain and sun"] * 9, trainers.BpeTrainer(vocab_size=80, special_tokens=["<unk>", "</s>"], show_progress=False))
+    backend = Scripted(["rain and sun"])
+    backend.tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+    place = proxies(backend).session()
+    text = "Weather: "
+    for more in ("", "sun"):
+        text += more
+        text += at(client, place).completions.create(model="m", prompt=text, max_tokens=2).choices[0].text
+    first, second = backend.drawn
+    assert "".join(backend.tokenizer.convert_ids_to_tokens(second[0][len(first[0] + first[1].tokens) :])) == "sun"
+    assert_exact(backend.drawn, place.trajectories())
+
+
 def test_no_tools_are_no_tools(proxies: Any, client: Any) -> None:
     backend = Scripted([THREE_TURNS[0], "Fine."])
     place = proxies(backend).session()
