@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .compose import get_path
-from .config import Recipe, code_roles
+from .config import AGENTS, Recipe, code_roles
 from .schema import API_BACKENDS
 from ..types import ConfigError, DataError, NexRLError
 
@@ -140,17 +140,19 @@ def check_agent(recipe: Recipe) -> Iterator[Finding]:
     except NexRLError:
         return  # found above
     if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
-        given = [k for k in ("agent_config_path", "agent_command", "agent_function", "agent_workspace") if w[k]]
-        yield from (_error(f"rollout_worker.{k}", f"{getattr(cls, '__name__', cls)} runs no agent; say rollout_worker.type: agent, or leave it out") for k in given)
+        yield from (_error(key, problem) for key, problem in recipe.agent_problems().items())
         if w.type == "agent":
             yield _error("rollout_worker.type", f"'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
         return
     if cls is AgentRolloutWorker and not (w.agent_config_path or w.agent_command or w.agent_function):
         yield _error("rollout_worker.agent_config_path", "missing; give an agent's file, rollout_worker.agent_command or agent_function, or a worker of your own that overrides run_agent")
+    if problems := recipe.agent_problems():
+        yield from (_error(key, problem) for key, problem in problems.items())
+        return
     try:
         recipe.agent_settings()
     except NexRLError as e:
-        yield _error("rollout_worker.agent_config_path", e)
+        yield _error(next((f"rollout_worker.{k}" for k in AGENTS if w[k]), "rollout_worker.agent_config_path"), e)
 
 # %% ../../nbs/61_recipe.check.ipynb #9e94cc95
 def check_data(recipe: Recipe) -> Iterator[Finding]:

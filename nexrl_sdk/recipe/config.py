@@ -10,8 +10,9 @@ import hashlib
 import inspect
 import json
 import os
-import sys
 import re
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 from .compose import Tree, compose, escape, get_path, override, resolve, respell, set_path
-from .schema import RecipeSchema, defaults, problems
+from .schema import RecipeSchema, RolloutWorker, defaults, problems
 from .source import Source, capture, file_digest, is_file_reference, load_named, read_source, rows_bytes, split_reference
 from ..run.monitor import error_budget
+from ..tokens.parse import FORMATS
 from ..types import ConfigError, nearest
 
 # %% auto #0
-__all__ = ['MASK', 'OTHERS', 'NOTEBOOK', 'CACHE', 'is_secret', 'mask', 'check_tree', 'Settings', 'Identity', 'code_roles',
-           'Parts', 'Recipe', 'find_recipe']
+__all__ = ['MASK', 'OTHERS', 'NOTEBOOK', 'CACHE', 'AGENTS', 'AGENT_KEYS', 'is_secret', 'mask', 'check_tree', 'Settings',
+           'Identity', 'code_roles', 'Parts', 'Recipe', 'find_recipe']
 
 # %% ../../nbs/60_recipe.config.ipynb #f20276d5
 _SECRET = re.compile(r"(^|[_-])(api[_-]?key|access_?key|private_?key|secret_?key|secret|password|passwd|token|auth_?token|access_?token|credentials?|wandb_key|key|authorization|cookie|signature|sig)$", re.IGNORECASE)
@@ -483,6 +485,25 @@ def _folder_digest(folder: Path, whole: int = 64 << 20) -> str | None:
 CACHE = "NEXRL_CACHE"
 
 
+AGENTS = ("agent_config_path", "agent_command", "agent_function")  # what names an agent
+AGENT_KEYS = {
+    k: RolloutWorker.model_fields[k].default
+    for k in (*AGENTS, "agent_processes", "agent_workspace", "rollout_timeout", "rollouts_at_once", "unfinished", "template_kwargs", "tool_format")
+}  # with their defaults
+
+
+def _runs_agent(cls: Any) -> bool:
+    """Whether a worker's class runs an agent."""
+    from nexrl_sdk.rollout.agent import AgentRolloutWorker
+
+    return isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)
+
+
+def _beside(path: Path) -> str:
+    """The nearest name in the folder of one that is not there."""
+    return nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
 class Parts(Identity):
     """The objects that a recipe describes, made when asked for."""
 
@@ -587,12 +608,46 @@ class Parts(Identity):
 
         return SimpleRolloutWorker
 
+    def agent_problems(self) -> dict[str, str]:  # dotted key -> what is wrong with it
+        """Keys of an agent that contradict each other, or would change nothing."""
+        w, cls = self.config.rollout_worker, self.worker_class()
+        if not _runs_agent(cls):
+            given = [k for k, default in AGENT_KEYS.items() if self.to_dict()["rollout_worker"][k] != default]
+            return {f"rollout_worker.{k}": f"{getattr(cls, '__name__', cls)} runs no agent; say rollout_worker.type: agent, or leave it out" for k in given}
+        found, named = dict[str, str](), [k for k in AGENTS if w[k]]
+        if len(named) > 1:
+            found[f"rollout_worker.{named[0]}"] = f"rollout_worker.{named[0]} and rollout_worker.{named[1]} both name an agent; leave one out"
+        if w.agent_processes and not w.agent_command:
+            found["rollout_worker.agent_processes"] = "processes are of rollout_worker.agent_command, and there is none; name the command, or leave agent_processes out"
+        if w.agent_workspace and named == ["agent_function"]:
+            found["rollout_worker.agent_workspace"] = "a function is found by its own file; leave agent_workspace out"
+        if w.agent_workspace and not self.resolve_path(w.agent_workspace).is_dir():
+            found["rollout_worker.agent_workspace"] = f"there is no folder {self.resolve_path(w.agent_workspace)}{_beside(self.resolve_path(w.agent_workspace))}"
+        if w.tool_format and w.tool_format not in FORMATS:
+            found["rollout_worker.tool_format"] = f"the tool call format {w.tool_format!r} is not known{nearest(w.tool_format, FORMATS)}"
+        return {**found, **(self._command_problems() if w.agent_command and not found else {})}
+
+    def _command_problems(self) -> dict[str, str]:
+        """Of an agent's command."""
+        w, key, (program, *arguments) = self.config.rollout_worker, "rollout_worker.agent_command", self._command()
+        folder = self.resolve_path(w.agent_workspace or ".") if w.agent_workspace else self.base_dir
+        if w.agent_processes and any("{base_url}" in a for a in (program, *arguments)):
+            return {key: "{base_url} is another one for each task, and processes that stay (rollout_worker.agent_processes) read it from the task's line; leave one of the two out"}
+        if not shutil.which(program if "/" not in program else str(folder / program)):
+            return {key: f"there is no program {program!r} to run; {{python}} is this interpreter"}
+        script = next((a for a in arguments if not a.startswith("-")), "")
+        if program == sys.executable and arguments[:1] == [script] and script.endswith(".py") and not (folder / script).is_file():
+            return {key: f"there is no file {folder / script}{_beside(folder / script)}"}
+        return {}
+
+    def _command(self) -> list[str]:
+        return [a.replace("{python}", sys.executable) for a in self.config.rollout_worker.agent_command]
+
     def agent(self) -> Any:
         """The agent that the recipe names; None where its worker's class has one of its own."""
+        for key, problem in self.agent_problems().items():
+            raise ConfigError(f"{key}: {problem}")
         w = self.config.rollout_worker
-        named = [k for k in ("agent_config_path", "agent_command", "agent_function") if w[k]]
-        if len(named) > 1:
-            raise ConfigError(f"rollout_worker.{named[0]} and rollout_worker.{named[1]} both name an agent; leave one out")
         workspace = self.resolve_path(w.agent_workspace) if w.agent_workspace else None
         if w.agent_config_path:
             from nexrl_sdk.rollout.agent_config import AgentConfig
@@ -601,13 +656,13 @@ class Parts(Identity):
             if has_nexau():
                 return NexAUAgent(self.resolve_path(w.agent_config_path))
             return AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=workspace)
-        if not named:
+        if not (w.agent_function or w.agent_command):
             return None
         from nexrl_sdk.serve.openai import proxied
 
         if w.agent_function:
             return proxied(self.load_reference(w.agent_function, "rollout_worker.agent_function"))
-        command, folder = [a.replace("{python}", sys.executable) for a in w.agent_command], str(workspace or self.base_dir)
+        command, folder = self._command(), str(workspace or self.base_dir)
         if w.agent_processes is None:
             return proxied(command, cwd=folder)
         from nexrl_sdk.serve.agent_lines import LineAgents
@@ -797,9 +852,11 @@ class Recipe(Parts):
 
 def _worker(cls: Any, backend: Any, evaluator: Any, settings: dict[str, Any], recipe: Recipe) -> Any:
     """A worker, made as its class wants to be made."""
-    from nexrl_sdk.rollout.agent import AgentRolloutWorker, BaseNexAURolloutWorker, WorkerConfig
+    from nexrl_sdk.rollout.agent import BaseNexAURolloutWorker, WorkerConfig
 
-    if not (isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)):
+    if not _runs_agent(cls):
+        for key, problem in recipe.agent_problems().items():
+            raise ConfigError(f"{key}: {problem}")
         if recipe.config.rollout_worker.type == "agent":
             raise ConfigError(f"rollout_worker.type is 'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
         return cls(backend, evaluator, **settings)
