@@ -457,7 +457,9 @@ class Stages(TrainerCore):
         return trajectory.scored and not trajectory.is_val and trajectory.num_tokens > 1
 
     def _check_unscored(self, trajectories: Sequence[Trajectory], usable: Sequence[Trajectory]) -> None:
-        """An evaluator that has never given a reward is a mistake, not a run of bad luck."""
+        """An evaluator that has never given a reward is a mistake, not a run of bad luck; and so is a batch that nobody has scored."""
+        if not usable and (raw := [t for t in trajectories if t.status == "ok" and t.reward is None and not t.is_val]):
+            raise DataError(f"{len(raw)} of {len(trajectories)} trajectories have no reward yet, and nothing else is there to train on: score them first (trainer.score(rollouts), or set trajectory.reward)")
         never = [t for t in trajectories if t.status == "unscored"]
         if never and not usable and not any("reward/mean" in h for h in self.history):
             raise EvaluatorError(f"no answer has a reward: {len(never)} of {len(trajectories)} are unscored ({never[0].error}), and none was scored before; nothing was trained on. The evaluator must return a number, or None only for answers that cannot be scored")

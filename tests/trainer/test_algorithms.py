@@ -10,7 +10,7 @@ import torch
 
 from nexrl_sdk import AdamParams, Batch, LocalBackend, Recipe, SelfHostedTrainer, Trainer
 from nexrl_sdk.algo.losses import PRESETS
-from nexrl_sdk.types import ConfigError, ContextOverflowError
+from nexrl_sdk.types import ConfigError, ContextOverflowError, DataError
 
 ROWS = [{"prompt": f"{a}{b}: ", "answer": b + a} for a in "abcde" for b in "xyz"]
 
@@ -105,6 +105,16 @@ def test_correction_compares_sampler_and_learner(model):
         metrics = trainer.step().metrics
         assert metrics["policy/correction_mean"] == pytest.approx(1.0, abs=1e-3)
         assert metrics["policy/mismatch_max"] < 1e-4
+
+
+def test_a_batch_that_nobody_has_scored_is_refused(model):
+    with make(model) as trainer:
+        rollouts = trainer.rollout()
+        for t in rollouts:
+            t.reward = None
+        with pytest.raises(DataError, match=r"no reward yet.*score them first"):
+            trainer.prepare(rollouts)
+        assert len(trainer.prepare(trainer.score(rollouts))) == len(rollouts)
 
 
 def test_epochs_and_mini_batches_move_the_ratio(model):
