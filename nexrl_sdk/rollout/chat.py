@@ -15,6 +15,7 @@ from typing import Any
 
 from .request import Chat, RequestError, read_messages, read_options, read_tools
 from .session import Reply, Session
+from ..tokens.conversation import _keys
 from ..types import ConfigError
 
 # %% auto #0
@@ -110,25 +111,31 @@ def _namespace(value: Any) -> Any:
 
 # %% ../../nbs/43_rollout.chat.ipynb #dfef96e1
 def trace_of(
-    trajectories: Sequence[Mapping[str, Any]],  # of one rollout, with prompt_messages and response_message
+    trajectories: Sequence[Mapping[str, Any]],  # of one rollout, with prompt_messages, response_message and turns
     name: str = "agent",
 ) -> dict[str, Any]:  # as InMemoryTracer gives it, without times
     """A trace from what was said."""
-    children = [span for t in trajectories for span in _steps([*(t.get("prompt_messages") or ()), t.get("response_message") or {}])]
+    seen = set[Any]()
+    children = [span for t in trajectories for span in _steps([*(t.get("prompt_messages") or ()), t.get("response_message") or {}], t.get("turns"), seen)]
     answer = str((trajectories[0].get("response_message") or {}).get("content") or "") if trajectories else ""
     return {**_span(name, "AGENT", {}, {"answer": answer}), "children": children}
 
 
-def _steps(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Answers of the model and of its tools, in their order."""
-    found, waiting = list[dict[str, Any]](), list[Mapping[str, Any]]()  # calls of the last answer that have no result yet
+def _steps(messages: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]] | None, seen: set[Any]) -> list[dict[str, Any]]:
+    """Answers of the model and of its tools, in their order; each once, where later sequences begin with it again."""
+    found, waiting, known = list[dict[str, Any]](), list[Mapping[str, Any]](), False  # calls of the last answer that have no result yet; whether it is the model's
+    keys, numbers = _keys(messages), {t["place"]: t["number"] for t in turns or ()}
+    drawn = {i: numbers.get(i) if turns else key for i, key in enumerate(keys)}
     for i, m in enumerate(messages):
         if m.get("role") == "assistant":
-            found.append(_span("model", "LLM", {"messages": [dict(x) for x in messages[:i]]}, {"message": dict(m)}))
-            waiting = list(m.get("tool_calls") or ())
+            if drawn[i] is not None and drawn[i] not in seen:
+                found.append(_span("model", "LLM", {"messages": [dict(x) for x in messages[:i]]}, {"message": dict(m)}))
+            waiting, known = list(m.get("tool_calls") or ()), drawn[i] is not None or keys[i] in seen
         elif m.get("role") == "tool":
             said, call = str(m.get("content") or ""), _called(waiting, m.get("tool_call_id"))
-            found.append(_span(str(m.get("name") or call.get("name") or "tool"), "TOOL", {"arguments": call.get("arguments")}, {"result": said}, said if said.startswith("Error") else None))
+            if known and keys[i] not in seen:
+                found.append(_span(str(m.get("name") or call.get("name") or "tool"), "TOOL", {"arguments": call.get("arguments")}, {"result": said}, said if said.startswith("Error") else None))
+    seen.update(keys, drawn.values())
     return found
 
 

@@ -110,7 +110,9 @@ def read_options(
     for name, (values, why) in NEUTRAL.items():
         if name in given and not any(v == given[name] and type(v) is type(given[name]) for v in values):
             raise RequestError(f"{name}={str(given[name])[:80]} is not supported: {why}; leave {name} out", name, "unsupported_parameter")
-    return _validated(kind, {k: v for k, v in given.items() if k not in NOTED and k not in NEUTRAL}), noted
+    found = _validated(kind, {k: v for k, v in given.items() if k not in NOTED and k not in NEUTRAL})
+    strict = any(isinstance(t, dict) and isinstance(t.get("function"), dict) and t["function"].get("strict") for t in getattr(found, "tools", ()))
+    return found, {**noted, **({"strict": True} if strict else {})}  # arguments are the model's own: a tool checks them
 
 
 def _validated(kind: type[O], given: dict[str, Any]) -> O:

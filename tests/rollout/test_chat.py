@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from nexrl_sdk.rollout.chat import ChatClient, NexAUAgent, _namespace, completion_dict, has_nexau
+from agent_world import FORGETFUL, Scripted, call
+
+from nexrl_sdk.rollout.chat import ChatClient, NexAUAgent, _namespace, completion_dict, has_nexau, trace_of
 from nexrl_sdk.rollout.session import Session, session_trajectories
-from nexrl_sdk.types import Completion, ConfigError
+from nexrl_sdk.types import Completion, ConfigError, SamplingParams
 
 TOKENIZER: list[Any] = []  # the byte tokenizer, once a test has asked for it
 HELLO = [{"role": "user", "content": "hi"}]
@@ -122,6 +124,21 @@ def test_an_answer_is_sent_back_as_it_came(without_openai: bool, monkeypatch: py
     assert len(trajectory["turns"]) == 3 and trajectory.prompt.startswith("<|system|>Be brief.") and session.overridden == {"reasoning_effort": "low"}
 
 
+def test_tools_that_the_template_does_not_show_are_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from nexrl_sdk.rollout import session as room
+
+    monkeypatch.setattr(room, "_TOLD", set())
+    session = Session(Says("a", "b", "c"))
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    for _ in range(2):
+        ChatClient(session).create(messages=HELLO, tools=tools)
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "shows no tools" in caplog.text and session.overridden == {"strict": True}
+    monkeypatch.setattr(session.tokenizer, "chat_template", "{{ tools }}" + session.tokenizer.chat_template)
+    monkeypatch.setattr(room, "_TOLD", set())
+    ChatClient(session).create(messages=HELLO, tools=tools)
+    assert len(caplog.records) == 1
+
+
 def test_no_tools_are_no_tools() -> None:
     session = Session(Says('<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -172,3 +189,19 @@ def test_without_nexau_its_agents_are_refused(tmp_path: Path) -> None:
         pytest.skip("NexAU is installed here")
     with pytest.raises(ConfigError, match=r"AgentConfig\.load reads the same file"):
         NexAUAgent(tmp_path / "agent.yaml")
+
+
+def test_a_trace_has_each_step_once_though_the_template_forgets_and_the_agent_drops_messages() -> None:
+    backend = Scripted([f"<think>hm</think>{call('add', a=1)}", "<think>so</think>2", f"<think>well</think>{call('add', a=2)}", "3"], template=FORGETFUL)
+    session, messages = Session(backend, sampling=SamplingParams(max_tokens=500)), [{"role": "user", "content": "1+1?"}]
+    for _ in range(2):
+        reply = session.complete(messages).message
+        messages += [reply, {"role": "tool", "content": f"r{len(messages)}", "tool_call_id": reply["tool_calls"][0]["id"]}]
+        messages += [session.complete(messages).message, {"role": "user", "content": "1+2?"}]
+    session.complete([{"role": "user", "content": "so far:"}, *messages[-4:]])  # without what came first
+    found = session_trajectories(session)
+    assert len(found) == 3  # one sequence a question
+    steps = [(s["type"], s["outputs"].get("result")) for s in trace_of(found)["children"]]
+    assert steps == [("LLM", None), ("TOOL", "r1"), ("LLM", None), ("LLM", None), ("TOOL", "r5"), ("LLM", None), ("LLM", None)]
+    plain = [{"prompt_messages": t["prompt_messages"], "response_message": t["response_message"]} for t in found[:2]]
+    assert [s["type"] for s in trace_of(plain)["children"]] == [kind for kind, _ in steps[:6]]
