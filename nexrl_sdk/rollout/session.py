@@ -112,7 +112,7 @@ class Session:
         """Several answers to one request."""
         if tools and "tools" not in str(getattr(self.tokenizer, "chat_template", "")) and ("tools", "") not in _TOLD:
             _TOLD.add(("tools", ""))
-            _log.warning("the tokenizer's chat template shows no tools: the model is not told of the agent's; describe them in the system prompt, or take a tokenizer whose template shows them")
+            _log.info("the tokenizer's chat template shows no tools: the model is not told of the agent's; describe them in the system prompt, or take a tokenizer whose template shows them")
         return self.answer(lambda: self.conversation.prompt([self._as_drawn(m) for m in _messages(messages)], tools), n, **params)
 
     def answer(
