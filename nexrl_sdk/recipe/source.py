@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rollout.data import load_object
+from ..rollout.evaluator import made_with
 from ..types import ConfigError
 
 # %% auto #0
@@ -180,6 +181,8 @@ class _Capture:
             self.imports[f"import {value.__name__}{alias}"] = None
         elif inspect.isclass(value) or isinstance(value, types.FunctionType):
             self.add_definition(name, value)
+        elif made_with(value) is not None:
+            self.add_instance(name, value)
         else:
             self.add_constant(name, value)
 
@@ -216,27 +219,99 @@ class _Capture:
             raise ConfigError(f"{self.what}: it uses {name!r}, a {type(value).__name__}, which cannot be written to a file; make it inside the function, or put the code in a .py file and name it 'file.py:Name'")
 
 
+    def add_instance(self, name: str, value: Any) -> None:
+        """An evaluator, as the call that made it."""
+        self.definitions[name] = ""
+        text = f"{name} = {self.expression(value)}"
+        del self.definitions[name]
+        self.definitions[name] = ast.unparse(ast.parse(text))
+
+    def expression(self, value: Any) -> str:
+        """What gives a value, or an equal one, in the written file."""
+        text = literal(value)
+        if text is not None:
+            self.imports.update({"import re": None} if "re.compile(" in text else {})
+            return text
+        if isinstance(value, Path):
+            self.imports["from pathlib import Path"] = None
+            return f"Path({str(value)!r})"
+        if isinstance(value, (list, tuple)):
+            inside = ", ".join(map(self.expression, value))
+            return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+        if type(value) is dict:
+            return "{" + ", ".join(f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items()) + "}"
+        if inspect.isclass(value) or isinstance(value, types.FunctionType):
+            self.add(value.__name__, value)
+            return value.__name__
+        return self.call(value)
+
+    def call(self, value: Any) -> str:
+        """The call that made an evaluator."""
+        cls, given = type(value), made_with(value)
+        if given is None or (why := _differs(value, *given)) is not None:
+            made = f"holds {why}, which is not what it was made with" if given is not None else "was made in a way that no file holds"
+            raise ConfigError(f"{self.what}: this {cls.__name__} {made}; make it from plain values, or put the code in a .py file and name it 'file.py:Name'")
+        self.add(cls.__name__, cls)
+        names = list(inspect.signature(cls).bind(*given[0], **given[1]).arguments)
+        _check_secrets(self.what, cls.__name__, names)
+        return f"{cls.__name__}({', '.join([*map(self.expression, given[0]), *(f'{k}={self.expression(v)}' for k, v in given[1].items())])})"
+
+
+def _differs(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """An attribute in which an evaluator is not the one that the same call makes."""
+    try:
+        again = type(value)(*args, **kwargs)
+    except Exception as e:  # noqa: BLE001 - whatever the user's __init__ raises
+        return f"values that cannot be made again ({type(e).__name__}: {e})"
+    inside = type(value).__module__.startswith("nexrl_sdk.")
+    names = [k for k in {**vars(value), **vars(again)} if not (inside and k.startswith("_"))]
+    return next((repr(k) for k in names if not (k in vars(value) and k in vars(again) and _equal(vars(value)[k], vars(again)[k]))), None)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, or objects that nothing tells apart but where they are."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if made_with(a) is not None:
+        return _differs(a, *(made_with(b) or ((), {}))) is None
+    return (type(a).__eq__ is object.__eq__ and not callable(a)) or bool(a == b)
+
+
+def _check_secrets(what: str, cls: str, names: Sequence[str]) -> None:
+    """ConfigError where a call's argument is a secret, which no file shall hold."""
+    from nexrl_sdk.recipe.config import is_secret
+
+    found = next((n for n in names if is_secret(n) and not n.endswith("_env")), None)
+    if found is not None:
+        raise ConfigError(f"{what}: {cls} was made with {found!r}, a secret, which is not written to a file; have it read from an environment variable")
+
+
 def capture(
-    obj: Any,  # a function, a class, or an instance without state of its own
+    obj: Any,  # a function, a class, or an evaluator
     what: str = "object",  # the recipe's key, for the message
 ) -> Source:
     """The source of an object and of everything that it uses."""
-    if not (inspect.isclass(obj) or isinstance(obj, types.FunctionType)):
-        obj = _class_of(obj, what)
+    instance = not (inspect.isclass(obj) or isinstance(obj, types.FunctionType))
+    if instance and (made_with(obj) is None or _is_plainly_made(obj)):
+        obj, instance = _class_of(obj, what), False
     collected = _Capture(what)
-    collected.add(obj.__name__, obj)
+    name = "evaluator" if instance else obj.__name__
+    collected.add(name, obj)
     first = ["from __future__ import annotations"]
-    return Source(obj.__name__, (*first, *sorted(collected.imports)), tuple(collected.constants.values()), tuple(collected.definitions.items()))
+    return Source(name, (*first, *sorted(collected.imports)), tuple(collected.constants.values()), tuple(collected.definitions.items()))
+
+
+def _is_plainly_made(obj: Any) -> bool:
+    """Whether a call of its class without arguments makes it again."""
+    return not any(made_with(obj) or ()) and _differs(obj, (), {}) is None
 
 
 def _class_of(obj: Any, what: str) -> type:
     """The class of an instance that a call without arguments makes again."""
     cls = type(obj)
-    try:
-        same = vars(cls()) == vars(obj)
-    except Exception:  # noqa: BLE001 - whatever the user's __init__ raises
-        same = False
-    if not same:
+    if _differs(obj, (), {}) is not None:
         raise ConfigError(f"{what}: this {cls.__name__} was made with values of its own ({', '.join(getattr(obj, '__dict__', {})) or 'no attributes'}), which no file holds; make them defaults of __init__, or subclass it")
     return cls
 

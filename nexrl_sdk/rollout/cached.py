@@ -246,7 +246,7 @@ class Cached(Evaluator):
         self._memory: OrderedDict[str, str] = OrderedDict()
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
-        self.hits = self.misses = 0
+        self._hits = self._misses = 0
 
     def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
         """The score that is kept, or a new one."""
@@ -291,9 +291,19 @@ class Cached(Evaluator):
                     del self._calls[key]
             call.done.set()
 
+    @property
+    def hits(self) -> int:
+        """Scores that were kept, or shared."""
+        return self._hits
+
+    @property
+    def misses(self) -> int:
+        """Scores that were computed."""
+        return self._misses
+
     def _count(self, hit: bool) -> None:
         with self._lock:
-            self.hits, self.misses = self.hits + hit, self.misses + (not hit)
+            self._hits, self._misses = self._hits + hit, self._misses + (not hit)
 
     def _get(self, key: str) -> EvaluationRunResult | None:
         with self._lock:

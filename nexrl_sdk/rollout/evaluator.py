@@ -10,21 +10,22 @@ import math
 import numbers
 import threading
 import traceback as tb
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from .code import load_object
 from ..types import ConfigError, EvaluatorError, nearest
 
 # %% auto #0
 __all__ = ['Reward', 'RESULT_KEYS', 'LARGEST', 'BaseEvaluationTarget', 'NexAUEvaluationTarget', 'EvaluationRunResult',
-           'Evaluator', 'FunctionEvaluator', 'name_of', 'as_result', 'as_evaluator', 'reward', 'WeightedRewards',
-           'Score', 'score', 'within']
+           'made_with', 'Evaluator', 'FunctionEvaluator', 'name_of', 'as_result', 'as_evaluator', 'reward',
+           'WeightedRewards', 'Score', 'score', 'within']
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #7551ebb1
 @dataclass
@@ -52,8 +53,24 @@ class EvaluationRunResult:
     extra_info: dict[str, Any] = field(default_factory=dict)  # kept with the trajectory
 
 
+_MADE_WITH: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # id of an evaluator -> the arguments that it was made with
+
+
+def made_with(
+    evaluator: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # None: nobody knows
+    """The arguments that an evaluator was made with, from which a file can make it again."""
+    return _MADE_WITH.get(id(evaluator)) if isinstance(evaluator, Evaluator) else None
+
+
 class Evaluator(ABC):
     """Judges answers. Several threads call it at once: keep no state in it that one answer leaves for another."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        _MADE_WITH[id(self)] = (args, kwargs)
+        weakref.finalize(self, _MADE_WITH.pop, id(self), None).atexit = False
+        return self
 
     @abstractmethod
     def evaluate(
