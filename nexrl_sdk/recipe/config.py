@@ -346,6 +346,10 @@ OTHERS = ("teacher", "reference", "critic")  # roles that a model beside the pol
 class Identity(Settings):
     """Equality and fingerprint of a recipe."""
 
+    def output_dir(self) -> Path:
+        """Where a run of this recipe goes."""
+        return Path(self.config.output_dir or Path("runs") / self.config.experiment_name).expanduser().resolve()
+
     def digests(self) -> dict[str, str]:  # dotted key -> digest of what it names
         """Content of what the recipe names: code, rows, a local model's files."""
         config, found = self.to_dict(), {}
@@ -365,8 +369,14 @@ class Identity(Settings):
         file = self.resolve_path(path) if path else None
         return {
             "rollout_worker.agent_config_path": _file_digest(file) if file is not None and file.is_file() else None,
-            "rollout_worker.agent_workspace": _folder_digest(self.resolve_path(workspace)) if workspace else None,
+            "rollout_worker.agent_workspace": _folder_digest(self.resolve_path(workspace), self.output_dir()) if workspace else None,
+            "rollout_worker.agent_command": self._command_digest(section["agent_command"], self.resolve_path(workspace) if workspace else self.base_dir),
         }
+
+    def _command_digest(self, command: Sequence[str] | None, folder: Path) -> str | None:
+        """Of an agent's command and the files of its folder that it names."""
+        files = [folder / a for a in command or () if (folder / a).is_file()]
+        return hashlib.sha256(json.dumps([list(command or ()), *map(_file_digest, files)]).encode()).hexdigest() if files else None
 
     def _code_digest(self, role: str, reference: str | list[str] | None, key: str) -> str | None:
         if role in self.live:
@@ -472,11 +482,15 @@ def _file_digest(path: Path) -> str:
         _file_digests[key] = file_digest(path)
     return _file_digests[key]
 
-def _folder_digest(folder: Path, whole: int = 64 << 20) -> str | None:
-    """Of a local model: its files' content, or where they are large their names, sizes and configuration."""
+def _folder_digest(
+    folder: Path,
+    without: Path | None = None,  # a folder that is written by what reads this one
+    whole: int = 64 << 20,  # bytes
+) -> str | None:
+    """Of a local model or a folder of code: its files' content, or where they are large their names, sizes and configuration."""
     if not folder.is_dir():
         return None
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not any(n.startswith(".") or n == "__pycache__" for n in p.relative_to(folder).parts) and not (without and without in p.resolve().parents))
     small = sum(p.stat().st_size for p in files) <= whole
     parts = [f"{p.relative_to(folder)} {_file_digest(p) if small or p.suffix == '.json' else p.stat().st_size}" for p in files]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -497,6 +511,20 @@ def _runs_agent(cls: Any) -> bool:
     from nexrl_sdk.rollout.agent import AgentRolloutWorker
 
     return isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)
+
+
+def _agent_function(found: Any, reference: str) -> Callable[..., Any]:
+    """A function that can be an agent."""
+    wanted = f"rollout_worker.agent_function: an agent is a function (base_url, row) -> its final answer, and {reference} is"
+    if not callable(found):
+        raise ConfigError(f"{wanted} {type(found).__name__}")
+    try:
+        inspect.signature(found).bind("", {})
+    except TypeError as e:
+        raise ConfigError(f"{wanted} {getattr(found, '__name__', type(found).__name__)}{inspect.signature(found)}: {e}") from e
+    except ValueError:  # a built-in without a signature
+        pass
+    return found
 
 
 def _beside(path: Path) -> str:
@@ -661,7 +689,7 @@ class Parts(Identity):
         from nexrl_sdk.serve.openai import proxied
 
         if w.agent_function:
-            return proxied(self.load_reference(w.agent_function, "rollout_worker.agent_function"))
+            return proxied(_agent_function(self.load_reference(w.agent_function, "rollout_worker.agent_function"), w.agent_function))
         command, folder = self._command(), str(workspace or self.base_dir)
         if w.agent_processes is None:
             return proxied(command, cwd=folder)
@@ -676,10 +704,6 @@ class Parts(Identity):
             "agent": self.agent(), "rollouts_at_once": w.rollouts_at_once, "timeout": w.rollout_timeout, "unfinished": w.unfinished,
             "template_kwargs": dict(w.template_kwargs), "tool_format": w.tool_format,
         }  # fmt: skip
-
-    def output_dir(self) -> Path:
-        """Where a run of this recipe goes."""
-        return Path(self.config.output_dir or Path("runs") / self.config.experiment_name).expanduser().resolve()
 
 # %% ../../nbs/60_recipe.config.ipynb #317d052c
 class Recipe(Parts):
