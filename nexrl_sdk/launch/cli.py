@@ -46,6 +46,12 @@ app = typer.Typer(
 \b
 A recipe is a YAML file, or a folder with one. Any key can be changed for one run:
     nexrl run my_task trainer.optim.lr=1e-4 algorithm.type=dr_grpo
+
+\b
+The commands of NexRL's documents do the same:
+    nexrl -m self-hosted -c recipe/my_task/my_task.yaml -r    (training-service: Tinker, Weaver)
+    python -m nexrl.main recipe=my_task/my_task
+    python -m nexrl.validator recipe=my_task/my_task
 """,
 )  # fmt: skip
 

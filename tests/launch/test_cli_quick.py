@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,20 @@ def test_help_imports_nothing_heavy():
     code = "import sys\nfrom nexrl_sdk.launch.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\nprint([m for m in ('torch', 'transformers', 'pydantic', 'omegaconf', 'polars', 'rich') if m in sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]" and "nexrl run my_task" in done.stdout
+
+
+def test_the_help_names_the_documents_commands_and_they_are_there(task, capsys):
+    _, out, _ = nexrl(capsys, "-h")
+    shown = [line.split("    ")[0].split() for line in out.partition("NexRL's documents")[2].partition("Options:")[0].splitlines() for line in [line.strip()] if line.startswith(("nexrl ", "python "))]
+    assert [words[0:3:2] for words in shown] == [["nexrl", "self-hosted"], ["python", "nexrl.main"], ["python", "nexrl.validator"]]
+    task.rename(task.parent / "moved")
+    (task.parent / "recipe").mkdir()
+    (task.parent / "moved").rename(task.parent / "recipe" / "my_task")
+    (task.parent / "recipe" / "my_task" / "recipe.yaml").rename(task.parent / "recipe" / "my_task" / "my_task.yaml")
+    done = subprocess.run([sys.executable, *shown[2][1:]], capture_output=True, text=True, cwd=task.parent, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert done.returncode == 0 and "no errors" in done.stdout, done.stderr
+    code, out, _ = nexrl(capsys, *[w for w in shown[0][1:] if w != "-r"])
+    assert code == 0 and "no errors" in out
 
 
 @pytest.mark.parametrize("command", ["run", "resume", "validate", "report", "init"])
