@@ -51,7 +51,7 @@ class ChatClient:
         asked, noted = _read(options)
         messages, tools = read_messages(asked.messages), read_tools(asked)
         self.session.note(noted)
-        return self.session.complete_many(messages, tools, asked.n, calls=asked.tool_choice != "none", **asked.asked())
+        return self.session.complete_many(messages, tools, asked.n, calls=tools is not None, **asked.asked())
 
     def __repr__(self) -> str:
         return f"ChatClient({len(self.session.conversation.turns)} answers so far)"

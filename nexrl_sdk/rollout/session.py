@@ -222,7 +222,7 @@ class Session:
             message["tool_calls"] = [{**c, "id": f"call_{place}_{i}"} for i, c in enumerate(drawn)]
             self._ids.update((f"call_{place}_{i}", c["id"]) for i, c in enumerate(drawn))
         elif drawn:
-            message["content"] = str(self.tokenizer.decode(turn.drawn, skip_special_tokens=True)).rpartition("</think>")[2]
+            message["content"] = turn.parsed.written.strip()
         return {**message, "content": cut(message["content"], [stop] if isinstance(stop, str) else stop or ())}
 
     def _as_drawn(self, message: dict[str, Any]) -> dict[str, Any]:

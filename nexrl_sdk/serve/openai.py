@@ -171,7 +171,7 @@ def answer_chat(
     asked, noted = read_options(Chat, body)
     messages, tools = read_messages(asked.messages), read_tools(asked)
     place.session.note(noted)
-    found = place.session.complete_many(messages, tools, asked.n, calls=asked.tool_choice != "none", top_logprobs=asked.top_logprobs, **asked.asked())
+    found = place.session.complete_many(messages, tools, asked.n, calls=tools is not None, top_logprobs=asked.top_logprobs, **asked.asked())
     return _answered(model, [_choice(place.session.tokenizer, r, asked) for r in found], found, True)
 
 

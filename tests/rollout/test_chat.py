@@ -115,7 +115,8 @@ def test_an_answer_is_sent_back_as_it_came(without_openai: bool, monkeypatch: py
     backend = Says('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "I look.\nObservation: rain", "done")
     session = Session(backend)
     client, messages = ChatClient(session), [{"role": "developer", "content": "Be brief."}, *HELLO]
-    first = client.chat.completions.create(messages=messages, tools=(), stop=None, reasoning_effort="low").choices[0].message
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    first = client.chat.completions.create(messages=messages, tools=tools, stop=None, reasoning_effort="low").choices[0].message
     messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}]
     second = client.chat.completions.create(messages=messages, stop="\nObservation:", user="me").choices[0].message
     assert second.content == "I look."
@@ -140,11 +141,15 @@ def test_tools_that_the_template_does_not_show_are_told_of_once(monkeypatch: pyt
     assert caplog.text.count("shows no tools") == 1
 
 
-def test_no_tools_are_no_tools() -> None:
-    session = Session(Says('<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    (answer,) = ChatClient(session).create(messages=HELLO, tools=tools, tool_choice="none").choices
-    assert answer.finish_reason == "stop" and answer.message.tool_calls is None and answer.message.content.startswith("<tool_call>")
+@pytest.mark.parametrize("options", [{"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, {}])
+def test_no_tools_are_no_tools(options: dict[str, Any]) -> None:
+    """An agent that describes its tools in words reads the calls itself."""
+    said = 'Let me see. <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    session = Session(Says(f"<think>hm</think>\n{said}", "done"))
+    (answer,) = ChatClient(session).create(messages=HELLO, **options).choices
+    assert answer.finish_reason == "stop" and answer.message.tool_calls is None and answer.message.content == said and answer.message.reasoning_content == "hm"
+    ChatClient(session).create(messages=[*HELLO, answer.message, *HELLO], **options)
+    assert len(session_trajectories(session)) == 1
 
 
 def test_fields_that_ask_for_nothing_are_let_pass_and_none_given_is_not_looked_at() -> None:

@@ -256,3 +256,16 @@ def test_calls_that_nobody_asked_for_are_text():
     assert first.message["content"] == call("add", a=1) and "tool_calls" not in first.message and first.finish_reason == "stop"
     session.complete([USER, first.message, USER])
     assert len(session_trajectories(session)) == 1
+
+
+def test_agents_that_share_a_session_have_sequences_of_their_own():
+    backend = Scripted(lambda text, params: f"to {text.count('<|assistant|>')}")
+    session = Session(backend)
+    talks = {name: [{"role": "system", "content": name}, USER] for name in ("planner", "coder")}
+    for _ in range(3):
+        for messages in talks.values():
+            messages += [session.complete(messages).message, {"role": "user", "content": "go on"}]
+    session.complete([talks["planner"][0], {"role": "user", "content": "In short: two."}])  # what came before is summed up
+    found = session_trajectories(session)
+    check_exact(backend.drawn, found)
+    assert [len(t["turns"]) for t in found] == [3, 3, 1] and [t["prompt_messages"][0]["content"] for t in found] == ["planner", "coder", "planner"]

@@ -244,6 +244,8 @@ def test_no_tools_are_no_tools(proxies: Any, client: Any) -> None:
     reply = at(client, place).chat.completions.create(model="m", messages=ASK, tools=CALL, tool_choice="none").choices[0]
     assert reply.message.tool_calls is None and reply.message.content == THREE_TURNS[0] and reply.finish_reason == "stop"
     assert "add" not in backend.tokenizer.decode(backend.drawn[0][0])
+    plain = at(client, proxies(Scripted([THREE_TURNS[0]])).session()).chat.completions.create(model="m", messages=ASK).choices[0]
+    assert plain.message.tool_calls is None and plain.message.content == THREE_TURNS[0]  # an agent may read calls of its own form
     at(client, place).chat.completions.create(model="m", messages=[*ASK, reply.message, {"role": "user", "content": "No."}], tools=CALL, tool_choice="none")
     (trajectory,) = place.trajectories()
     assert_exact(backend.drawn, [trajectory])
