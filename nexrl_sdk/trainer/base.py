@@ -27,6 +27,7 @@ from ..recipe.config import Recipe
 from ..recipe.schema import API_BACKENDS
 from ..rollout.data import DataStream
 from ..rollout.pool import TrajectoryPool
+from ..rollout.rollouts import _runs
 from ..rollout.sync import StopFlag, WeightSyncController
 from ..run.store import Run
 from .modes import PoolFlow, ProducerFlow, make_flow, overlaps, whole_groups
@@ -445,12 +446,12 @@ class Stages(TrainerCore):
             self.save(Path(self._scratch.name) / f"step_{self._train_step:06d}")
 
     def _check_errors(self, trajectories: Sequence[Trajectory]) -> None:
-        bad = [t for t in trajectories if t.status in ("failed", "error")]
+        runs = [run[0] for run in _runs(trajectories)]
+        bad = [t for t in runs if t.status in ("failed", "error")]
         budget = float(_get(self._config, "error_budget", 0.5))
-        if bad and len(bad) > budget * len(trajectories):
-            raise EvaluatorError(
-                f"{len(bad)} of {len(trajectories)} rollouts failed, more than trainer.error_budget={budget} allows; nothing was trained on. The first cause:\n{bad[0].error}"
-            )
+        if bad and len(bad) > budget * len(runs):
+            trace = "" if bad[0].get("traceback") is None else f"\n\n{bad[0]['traceback']}"
+            raise EvaluatorError(f"{len(bad)} of {len(runs)} rollouts failed, more than trainer.error_budget={budget} allows; nothing was trained on. The first cause:\n{bad[0].error}{trace}")
 
     def _usable(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory can be learned from."""
