@@ -111,8 +111,13 @@ def read_options(
         if name in given and not any(v == given[name] and type(v) is type(given[name]) for v in values):
             raise RequestError(f"{name}={str(given[name])[:80]} is not supported: {why}; leave {name} out", name, "unsupported_parameter")
     found = _validated(kind, {k: v for k, v in given.items() if k not in NOTED and k not in NEUTRAL})
-    strict = any(isinstance(t, dict) and isinstance(t.get("function"), dict) and t["function"].get("strict") for t in getattr(found, "tools", ()))
-    return found, {**noted, **({"strict": True} if strict else {})}  # arguments are the model's own: a tool checks them
+    return found, {**noted, **(_promises(found) if isinstance(found, Chat) else {})}
+
+
+def _promises(chat: Chat) -> dict[str, Any]:
+    """What an agent wants of calls, and a policy that is sampled freely may do or not."""
+    strict = any(isinstance(t, dict) and isinstance(t.get("function"), dict) and t["function"].get("strict") for t in chat.tools)
+    return {**({"tool_choice": "required"} if chat.tool_choice == "required" else {}), **({"strict": True} if strict else {})}
 
 
 def _validated(kind: type[O], given: dict[str, Any]) -> O:
@@ -189,11 +194,11 @@ def read_tools(
 ) -> list[dict[str, Any]] | None:  # None: the model is told of none
     """The tools of a request, checked."""
     choice = chat.tool_choice
-    if choice not in ("auto", "none"):
+    if choice not in ("auto", "none", "required"):
         named = "a named tool" if isinstance(choice, dict) else f"tool_choice={str(choice)[:40]!r}"
-        raise RequestError(f"{named} cannot be promised: {_FREE}; tool_choice is auto or none", "tool_choice", "unsupported_parameter")
+        raise RequestError(f"{named} cannot be promised: {_FREE}; tool_choice is auto, none, or required (which is noted)", "tool_choice", "unsupported_parameter")
     for i, tool in enumerate(chat.tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
             raise RequestError(f'tools.{i} is {{"type": "function", "function": {{"name": text, "parameters": a JSON schema}}}}, not {str(tool)[:80]!r}', f"tools.{i}")
-    return chat.tools if chat.tools and choice == "auto" else None
+    return chat.tools if chat.tools and choice != "none" else None

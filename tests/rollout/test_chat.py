@@ -75,7 +75,7 @@ def test_answers_have_openais_form_and_the_tokens_that_were_drawn() -> None:
     ("options", "expected"),
     [
         ({"stream": True}, "leave stream out"),
-        ({"tool_choice": "required"}, "tool_choice='required' cannot be promised"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "a named tool cannot be promised"),
         ({"response_format": {"type": "json_object"}}, "leave response_format out"),
         ({"logit_bias": {"1": 5}}, "leave logit_bias out"),
         ({"parallel_tool_calls": False}, "leave parallel_tool_calls out"),
@@ -123,6 +123,12 @@ def test_an_answer_is_sent_back_as_it_came(without_openai: bool, monkeypatch: py
     assert client.chat.completions.create(messages=[*messages, second, *HELLO]).choices[0].message.content == "done"
     (trajectory,) = session_trajectories(session)
     assert len(trajectory["turns"]) == 3 and trajectory.prompt.startswith("<|system|>Be brief.") and session.overridden == {"reasoning_effort": "low"}
+
+
+def test_a_call_that_is_required_is_noted_and_the_model_is_free() -> None:
+    session = Session(Says("no", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
+    answers = [ChatClient(session).create(messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required").choices[0] for _ in range(2)]
+    assert [a.finish_reason for a in answers] == ["stop", "tool_calls"] and session.overridden == {"tool_choice": "required"}
 
 
 def test_tools_that_the_template_does_not_show_are_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -308,7 +308,7 @@ def test_a_rollout_that_ends_while_the_model_answers(proxies: Any) -> None:
         ({"messages": ASK, "stream": "yes"}, "stream"),
         ({"messages": ASK, "top_logprobs": 1000}, "top_logprobs"),
         ({"messages": ASK, "tools": [{"type": "custom", "custom": {}}]}, "tools.0"),
-        ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": ASK, "tool_choice": "any"}, "tool_choice"),
         ({"messages": ASK, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": ASK, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"messages": ASK, "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
