@@ -13,6 +13,7 @@ import json
 import linecache
 import math
 import re
+import symtable
 import sys
 import sysconfig
 import textwrap
@@ -130,8 +131,16 @@ def _first_line(node: Any) -> int:
 
 
 def _names_in(node: ast.AST) -> list[str]:
-    """Names that the code reads, in the order of first use."""
-    return list(dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)))
+    """Names that the code reads from outside, in the order of first use; a function's own variables are not among them."""
+    read = list(dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)))
+    outside = _outside(symtable.symtable(ast.unparse(node), "", "exec"))
+    return [n for n in read if n in outside]
+
+
+def _outside(table: symtable.SymbolTable) -> set[str]:
+    """Names of a scope, and of those within it, that belong to the module."""
+    own = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (table.get_type() == "module" or s.is_global())}
+    return own.union(*map(_outside, table.get_children()))
 
 # %% ../../nbs/59_recipe.source.ipynb #cb1c2887
 def literal(
@@ -264,8 +273,9 @@ def _differs(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
     except Exception as e:  # noqa: BLE001 - whatever the user's __init__ raises
         return f"values that cannot be made again ({type(e).__name__}: {e})"
     inside = type(value).__module__.startswith("nexrl_sdk.")
-    names = [k for k in {**vars(value), **vars(again)} if not (inside and k.startswith("_"))]
-    return next((repr(k) for k in names if not (k in vars(value) and k in vars(again) and _equal(vars(value)[k], vars(again)[k]))), None)
+    mine, new = (getattr(v, "__dict__", {"its state": v}) for v in (value, again))
+    names = [k for k in {**mine, **new} if not (inside and k.startswith("_"))]
+    return next((repr(k) for k in names if not (k in mine and k in new and _equal(mine[k], new[k]))), None)
 
 
 def _equal(a: Any, b: Any) -> bool:

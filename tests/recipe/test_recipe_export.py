@@ -113,6 +113,22 @@ def test_a_nested_function_without_a_closure_is_written(tmp_path):
     assert Recipe.load(tmp_path / "new").evaluator()({}, "") == 1.0
 
 
+draws, ordinary = [DRAW], [DRAW]
+
+
+def names_of_its_own(row, answer):
+    """Its variables are called as things of the module are that no file can hold."""
+    draws = [len(answer)]
+    return float(sum(d for d in draws)) + sum(ordinary for ordinary in (1, 2))
+
+
+def test_a_functions_own_variables_are_not_the_modules(tmp_path):
+    source = capture(names_of_its_own)
+    assert not source.constants and [n for n, _ in source.definitions] == ["names_of_its_own"]
+    (tmp_path / "own.py").write_text(source.code)
+    assert run_file(tmp_path / "own.py", "names_of_its_own")({}, "ab") == 5.0 and read_source(tmp_path / "own.py", "names_of_its_own").digest == source.digest
+
+
 def make_rows():
     return [{"prompt": f"{i}"} for i in range(3)]
 
