@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import weakref
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['TAG', 'SCORED', 'ORIGINAL', 'Unsaved', 'dumps', 'loads', 'missing_for_score', 'stored_target', 'score_fields',
-           'Rollouts']
+           'tokenizer_of', 'Rollouts']
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #1de7cc94
 TAG = "__nexrl__"
@@ -396,6 +397,23 @@ def _compared(
     }  # fmt: skip
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #f7e5d1d5
+_TOKENIZERS: dict[int, tuple[weakref.ref[Trajectory], Any]] = {}
+
+
+def _read_by(t: Trajectory, tokenizer: Any) -> None:
+    """Note which tokenizer shows a trajectory, for as long as there is the trajectory."""
+    key = id(t)
+    if key not in _TOKENIZERS or _TOKENIZERS[key][1] is not tokenizer:
+        _TOKENIZERS[key] = (weakref.ref(t, lambda _: _TOKENIZERS.pop(key, None)), tokenizer)
+
+
+def tokenizer_of(
+    t: Any,  # a trajectory, or anything else
+) -> Any:  # None where none is known
+    """The tokenizer of the rollouts that a trajectory was taken from, which shows its tokens as text."""
+    return _TOKENIZERS[id(t)][1] if id(t) in _TOKENIZERS and _TOKENIZERS[id(t)][0]() is t else None
+
+# %% ../../nbs/42_rollout.rollouts.ipynb #34955d44
 class Rollouts(UserList[Trajectory]):
     """Trajectories, in the order in which they were asked for."""
 
@@ -412,7 +430,11 @@ class Rollouts(UserList[Trajectory]):
     @overload
     def __getitem__(self, i: slice) -> Rollouts: ...
     def __getitem__(self, i: SupportsIndex | slice) -> Trajectory | Rollouts:
-        return Rollouts(self.data[i], self.tokenizer) if isinstance(i, slice) else self.data[i]
+        if isinstance(i, slice):
+            return Rollouts(self.data[i], self.tokenizer)
+        if self.tokenizer is not None:
+            _read_by(self.data[i], self.tokenizer)
+        return self.data[i]
 
     def filter(
         self,

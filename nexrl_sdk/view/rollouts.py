@@ -5,6 +5,7 @@
 # %% ../../nbs/56_view.rollouts.ipynb #635d4931
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,18 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from ..rollout.rollouts import tokenizer_of
 from ..types import ConfigError, nearest
 from nexrl_sdk.view.html import (
     Html, box, card, chip, clip, count, el, escape, finite, fragment, heading, join, more, muted, number, pairs, plain, seconds, table, tile, value_html,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'STATUS_TONES', 'MESSAGES', 'TILES', 'Pieces', 'surprise',
-           'legend_html', 'tokens_html', 'strip_html', 'column', 'record', 'reward_bar', 'short', 'reward_of',
-           'advantage_of', 'leanings', 'group_key', 'prompt_html', 'answer_html', 'groups_table', 'rollouts_html',
-           'turns_html', 'trajectory_html', 'completion_html', 'datum_html', 'batch_html', 'redact', 'flatten',
-           'recipe_sections', 'recipe_html', 'recipe_line', 'tiles_html', 'metrics_html', 'step_html', 'backend_html',
-           'trainer_html']
+__all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'MESSAGES', 'CALLS', 'STATUS_TONES', 'PIECES', 'AGENT',
+           'SPANS', 'TILES', 'Pieces', 'surprise', 'legend_html', 'tokens_html', 'strip_html', 'column', 'record',
+           'reward_bar', 'short', 'said_in', 'turns_html', 'reward_of', 'advantage_of', 'leanings', 'group_key',
+           'run_key', 'runs_of', 'prompt_html', 'asked_html', 'asked_of', 'answer_html', 'run_html', 'agent_numbers',
+           'groups_table', 'rollouts_html', 'trace_html', 'trajectory_html', 'completion_html', 'datum_html',
+           'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line', 'still', 'whole',
+           'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
 
 # %% ../../nbs/56_view.rollouts.ipynb #b71fd15e
 class Pieces:
@@ -97,7 +100,13 @@ TOKEN_STYLE = (
     + "".join(f".nx.nx .p{k}{{background:rgba(236,154,41,{a})}}" for k, a in enumerate(_TINTS, 1))
     + "".join(f".nx.nx .a{k}{{background:rgba(31,157,131,{a})}}.nx.nx .b{k}{{background:rgba(217,86,107,{a})}}" for k, a in enumerate((0.16, 0.32, 0.5), 1))
     + ".nx.nx .nx-legend{font-size:11.5px;color:var(--nx-m);display:flex;flex-wrap:wrap;gap:2px 6px;align-items:center}.nx.nx .nx-legend i{font-style:normal;display:inline-block;width:16px;height:12px;border-radius:3px}"
-    ".nx.nx .nx-strip{display:flex;gap:1px;margin:1px 0 4px}.nx.nx .nx-strip .c{flex:none;width:7px;height:4px;border-radius:1px;box-shadow:inset 0 0 0 4px var(--nx-f)}"
+    ".nx.nx .nx-strip{display:flex;flex-wrap:wrap;gap:1px;margin:1px 0 4px}.nx.nx .nx-strip .c{flex:none;width:7px;height:4px;border-radius:1px}.nx.nx .nx-strip .gap{flex:none;width:12px;height:4px}"
+    ".nx.nx .nx-strip .p0{background:var(--nx-l)}.nx.nx .nx-strip .x{background:var(--nx-r)}"
+    ".nx.nx .nx-talk{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 10px;align-items:baseline}.nx.nx .nx-talk>.w{font-size:12px;color:var(--nx-m)}"
+    ".nx.nx .nx-talk>.s{border-left:2px solid transparent;padding-left:8px;min-width:0;overflow-wrap:anywhere}.nx.nx .nx-talk>.read .nx-q,.nx.nx .nx-talk>.read code{color:var(--nx-m)}"
+    ".nx.nx .nx-talk>.drawn{border-left-color:var(--nx-a)}.nx.nx .nx-talk>.out{border-left:2px dashed var(--nx-w)}.nx.nx .nx-piece{margin:0 0 8px}.nx.nx .nx-tree{font-size:12.5px;width:auto}.nx.nx .nx-tree td{padding-right:28px}"
+    "@media (max-width:640px){.nx.nx .nx-cols{grid-template-columns:minmax(0,1fr)}.nx.nx .nx-groups>thead{display:none}.nx.nx .nx-groups>tbody>tr{display:flex;flex-wrap:wrap;align-items:baseline}.nx.nx .nx-groups>tbody>tr>td{border:0}"
+    ".nx.nx .nx-groups .nx-a{order:9;flex:1 0 100%;padding-bottom:10px}}"
     ".nx.nx .nx-g td{padding-top:14px}.nx.nx tbody:first-of-type .nx-g td{padding-top:6px}.nx.nx .nx-q{font-family:var(--nx-mono);font-size:12.5px;line-height:1.55;white-space:pre-wrap;max-height:9.5em;overflow:auto;overflow-wrap:anywhere;unicode-bidi:isolate}"
     ".nx.nx .nx-bar{display:flex;gap:8px;align-items:center;white-space:nowrap}.nx.nx .nx-bar span{min-width:38px;text-align:right;font-variant-numeric:tabular-nums}.nx.nx .nx-bar svg{flex:none}"
     ".nx.nx .nx-cols{display:grid;grid-template-columns:1fr 1fr;gap:6px 24px}.nx.nx .nx-cols>div{min-width:0}"
@@ -198,12 +207,31 @@ def _about(ids: Sequence[int], i: int, logprobs: Any, advantages: Any) -> str:
 
 # %% ../../nbs/56_view.rollouts.ipynb #cb981d52
 def strip_html(
-    logprobs: Any,  # [T] of the sampled tokens
-    limit: int = 64,  # cells shown
+    logprobs: Any,  # [T]
+    mask: Any = None,  # [T] 0: was not drawn, and is left out; None: all were
+    limit: int = 64,  # cells, about: a longer answer has several tokens in each
 ) -> Html:
-    """One coloured cell a token."""
-    cells = [el("i", title=f"p {math.exp(min(x, 0.0)):.3g}" if (x := finite(v)) is not None else "not finite", cls=f"c {surprise(v)}".strip()) for v in logprobs[:limit]]
-    return el("div", cells, cls="nx-strip") if cells else Html("")
+    """One coloured cell a drawn token, and a gap where others stand between them."""
+    values_T = column(logprobs)
+    drawn_T = column(mask) > 0 if mask is not None else np.ones(len(values_T), dtype=bool)
+    drawn_T = drawn_T if len(drawn_T) == len(values_T) else np.ones(len(values_T), dtype=bool)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], drawn_T.astype(np.int8), [0]]))).reshape(-1, 2)
+    size = max(1, -(-int(drawn_T.sum()) // limit))
+    parts: list[Html] = []
+    before: int | None = None
+    for start, end in edges[: 2 * limit].tolist():
+        parts += [el("i", cls="gap", title=f"{count(start - before, 'token')} read")] if before is not None else []
+        parts += [_cell(values_T[k : min(k + size, end)]) for k in range(start, end, size)]
+        before = end
+    return el("div", parts, more(len(edges) - 2 * limit, "answers"), cls="nx-strip") if parts else Html("")
+
+
+def _cell(values_N: np.ndarray) -> Html:
+    """A token, or the least certain of several."""
+    level = max(map(surprise, values_N))
+    least = finite(float(values_N.min())) if level != "x" else None
+    said = f"p {math.exp(min(least, 0.0)):.3g}" if least is not None else "not finite"
+    return el("i", cls=f"c {level or 'p0'}", title=said if len(values_N) == 1 else f"{len(values_N)} tokens: {said}" + (" or more" if least is not None else ""))
 
 
 def column(
@@ -257,6 +285,97 @@ def short(x: float) -> str:
     return f"{x:.2f}".replace("-", "−") if abs(x) < 1000 else number(x)
 
 # %% ../../nbs/56_view.rollouts.ipynb #1dfea514
+MESSAGES = 60  # of a conversation that are shown
+CALLS = 20  # of a message
+
+
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def said_in(
+    t: Mapping[str, Any],
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """The messages of a conversation, each with its turn where the model drew it."""
+    messages = [m for m in [*_listed(t.get("prompt_messages")), t.get("response_message")] if isinstance(m, Mapping)]
+    turns = [turn for turn in _listed(t.get("turns")) if isinstance(turn, Mapping)]
+    places = {turn["place"]: turn for turn in turns if isinstance(turn.get("place"), int)}
+    own = [(m if isinstance(m := turn.get("message"), Mapping) else {"role": "assistant"}, turn) for turn in turns]
+    return [(m, places.get(i)) for i, m in enumerate(messages)] if messages else list(own)
+
+
+def turns_html(
+    t: Mapping[str, Any],  # a `record` with turns
+    pieces: Pieces,
+    by: str,  # one of COLOR_BY
+    limit: int,  # tokens shown of each answer
+    first: int = 0,  # messages left out at the beginning
+    most: int = MESSAGES,  # messages shown: the first ones and the last four
+) -> Html:
+    """A conversation: what was said to the model, what it drew, its tool calls, and what is learned from."""
+    said = said_in(t)[first:]
+    head = len(said) if len(said) <= most else max(1, most - 4)
+    last = said[max(head, len(said) - 4) :]
+    rows = [_message_html(t, m, turn, pieces, by, limit) for m, turn in [*said[:head], *last]]
+    gap = el("div", cls="w"), el("div", more(len(said) - head - len(last), "messages"), cls="s")
+    return el("div", rows[:head], gap if len(said) > head + len(last) else None, rows[head:], cls="nx-talk")
+
+
+def _message_html(t: Mapping[str, Any], message: Mapping[str, Any], turn: Mapping[str, Any] | None, pieces: Pieces, by: str, limit: int) -> Html:
+    """Who, and what."""
+    role, calls = clip(plain(message.get("role") or "?"), 20), _calls_html(message)
+    if turn is None:
+        return join(el("div", role, cls="w"), el("div", calls, _content_html(message), cls="s read"))
+    learned = bool(turn.get("learned"))
+    marks = [
+        chip("not learned", "warn", "its tokens are left out of the loss") if not learned else None,
+        chip("forked", "", "the template shows earlier turns otherwise, so this answer begins a sequence of its own") if turn.get("forked") else None,
+        chip("cut", "warn", "the answer reached max_tokens before it ended") if turn.get("finish_reason") == "length" else None,
+    ]
+    drawn = _drawn_html(t, message, turn, pieces, by, limit, calls)
+    return join(el("div", el("b", role), cls="w"), el("div", drawn, join(*marks), cls="s drawn" if learned else "s out"))
+
+
+def _drawn_html(t: Mapping[str, Any], message: Mapping[str, Any], turn: Mapping[str, Any], pieces: Pieces, by: str, limit: int, calls: Html) -> Html:
+    """An answer's tokens and its calls; without a tokenizer its text, its calls, and a strip of its tokens."""
+    start, end = (min(max(0, int(finite(turn.get(k)) or 0)), len(t["tokens"])) for k in ("start", "end"))
+    if end <= start:
+        return join(muted("empty"), calls)
+    part = {k: t[k][start:end] for k in PER_TOKEN}
+    if pieces.tokenizer is None:
+        own = turn.get("message")
+        return join(_content_html(own if isinstance(own, Mapping) else message), calls, strip_html(part["logprobs"]) if by == "logprob" else None)
+    return join(tokens_html(part["tokens"], part["logprobs"], part["loss_mask"], part["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False), calls)
+
+
+def _content_html(message: Mapping[str, Any], chars: int = 600) -> Html:
+    """The text of a message, what was thought before it too."""
+    said = [message[k] for k in ("reasoning_content", "content") if message.get(k)]
+    return join(el("div", clip(v, chars) if isinstance(v, str) else value_html(v, chars), cls="nx-q", dir="auto") for v in said)
+
+
+def _calls_html(message: Mapping[str, Any]) -> Html:
+    calls = [c for c in _listed(message.get("tool_calls")) if isinstance(c, Mapping)]
+    return join([el("div", muted("calls "), _call_html(c)) for c in calls[:CALLS]], more(len(calls) - CALLS, "calls"))
+
+
+def _call_html(call: Mapping[str, Any]) -> Html:
+    """A tool call as a line of code."""
+    function = call.get("function")
+    named = function if isinstance(function, Mapping) else {}
+    return el("code", clip(plain(named.get("name") or "?"), 64), "(", clip(_as_json(named.get("arguments")), 300), ")")
+
+
+def _as_json(value: object) -> str:
+    """Arguments as a model writes them."""
+    if isinstance(value, (dict, list)):
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            pass
+    return plain(value)
+
+# %% ../../nbs/56_view.rollouts.ipynb #7fb574e1
 STATUS_TONES = {"failed": "bad", "error": "bad", "unscored": "warn"}
 
 
@@ -304,6 +423,26 @@ def _hashable(value: object) -> bool:
     return True
 
 
+def run_key(
+    trajectory: Mapping[str, Any],
+    index: int,  # its place, for one that is a rollout of its own
+) -> Any:  # hashable
+    """What the pieces of one rollout share."""
+    if trajectory.get("run_id") is None or trajectory.get("group_id") is None:
+        return index
+    return tuple(plain(trajectory.get(k))[:200] for k in ("group_id", "run_id", "step", "is_val"))
+
+
+def runs_of(
+    trajectories: Iterable[Any],
+) -> list[list[Any]]:  # in the order of first appearance
+    """Trajectories by rollout."""
+    found: dict[Any, list[Any]] = {}
+    for i, t in enumerate(trajectories):
+        found.setdefault(run_key(t, i), []).append(t)
+    return list(found.values())
+
+
 class _Groups:
     """The groups that a table shows, with the scales that its rows share."""
 
@@ -314,16 +453,17 @@ class _Groups:
             t = t if isinstance(t, Mapping) else {}
             found.setdefault(group_key(t, i), []).append(t)
         self.count = len(found)
-        self.groups = {k: [record(t) for t in found[k]] for k in list(found)[:limit]}
-        shown = [t for members in self.groups.values() for t in members]
+        self.groups = {k: runs_of(map(record, found[k])) for k in list(found)[:limit]}
+        shown = [run[0] for members in self.groups.values() for run in members]
+        self.acted = any(agent_numbers(t) for t in shown)
         rewards = [r for t in shown if (r := reward_of(t)) is not None]
         self.low, self.high = min([0.0, *rewards]), max([0.0, *rewards])
         self.high = 1.0 if self.high <= 1 and self.low >= -1 else max(self.high, self.low + abs(self.low))
         self.known = any(advantage_of(t) is not None for t in shown)
-        leaning = [abs(a) for m in self.groups.values() for a in leanings(m, self.known) if a is not None]
+        leaning = [abs(a) for m in self.groups.values() for a in leanings([run[0] for run in m], self.known) if a is not None]
         self.widest, self.compared = max(leaning, default=0.0) or 1.0, bool(leaning)
 
-# %% ../../nbs/56_view.rollouts.ipynb #42252b99
+# %% ../../nbs/56_view.rollouts.ipynb #1f6a8b22
 def prompt_html(
     t: Mapping[str, Any],  # a `record`
     pieces: Pieces,
@@ -340,20 +480,46 @@ def prompt_html(
     return tokens_html(tokens[:first], tokenizer=pieces, limit=limit // 4, spaces=False) if first else muted("no prompt")
 
 
+def asked_html(
+    t: Mapping[str, Any],  # a `record`
+    pieces: Pieces,
+    limit: int,  # characters shown
+) -> Html:
+    """What was asked: for a conversation what the row says, for any other the prompt."""
+    said = asked_of(t)
+    return prompt_html(t, pieces, limit) if said is None else el("div", clip(said, limit) if isinstance(said, str) else value_html(said, limit), cls="nx-q", dir="auto")
+
+
+def asked_of(
+    t: Mapping[str, Any],
+) -> object:  # None: the prompt says it
+    """A conversation's question: the longest text of its row that its first messages hold, or the row's prompt."""
+    row = t.get("data")
+    if not isinstance(row, Mapping) or not ("turns" in t or "agent" in t):
+        return None
+    told = plain(t.get("prompt") or "") if isinstance(t.get("prompt"), str) else ""
+    held = [v for v in row.values() if isinstance(v, str) and v.strip() and plain(v).strip() in told]
+    return row.get("prompt") or max(held, key=len, default=None) or row.get("messages") or None
+
+
 def answer_html(
     t: Mapping[str, Any],  # a `record`
     pieces: Pieces,
     by: str,  # one of COLOR_BY
     limit: int,  # tokens shown
     scale: float | None = None,  # the advantage with the strongest colour
+    asked: bool = False,  # with the message that it answers
 ) -> Html:
-    """The answer's tokens in colour; its text where there is no tokenizer; the cause where it failed."""
+    """The answer's tokens in colour; without a tokenizer its messages or its text; the cause where it failed."""
     status, tokens = t.get("status", "ok"), t["tokens"]
     first = _first(t["loss_mask"], len(tokens))
     cause = el("div", chip(status, STATUS_TONES.get(plain(status), "bad")), " ", clip(t.get("error") or "no cause was recorded", 300)) if status != "ok" else None
+    begin = next((i for i, (_, turn) in enumerate(said_in(t)) if turn is not None), None)
+    if begin is not None and (pieces.tokenizer is None or asked):
+        return join(cause, turns_html(t, pieces, by, limit, max(0, begin - asked), 16))
     if pieces.tokenizer is None and t.get("response"):
         text = el("div", clip(t.get("response"), limit * 4), cls="nx-k", dir="auto")
-        return join(cause, text, strip_html(t["logprobs"][first:]) if by == "logprob" else None)
+        return join(cause, text, strip_html(t["logprobs"][first:], t["loss_mask"][first:]) if by == "logprob" else None)
     if first >= len(tokens):
         return cause if cause is not None else clip(t.get("response"), limit * 4) if t.get("response") else muted("empty")
     rest = {k: t[k][first:] for k in PER_TOKEN}
@@ -363,17 +529,57 @@ def answer_html(
     return join(cause, shown)
 
 
-def _end(t: Mapping[str, Any]) -> Html:
-    """How many tokens the answer took, and whether it was cut."""
-    mask = t["loss_mask"] > 0
-    cut = chip("cut", "warn", "the answer reached max_tokens before it ended") if t.get("finish_reason") == "length" else None
-    return join(f"{int(mask.sum()):,}" if len(mask) else muted("–"), " " if cut else None, cut)
+PIECES = 6  # of a rollout that are shown
+
+
+def run_html(
+    run: Sequence[Mapping[str, Any]],  # the `record`s of one rollout
+    pieces: Pieces,
+    by: str,  # one of COLOR_BY
+    limit: int,  # tokens shown of each
+    scale: float | None = None,
+) -> Html:
+    """A rollout's answer, piece by piece where it left several trajectories."""
+    if len(run) == 1:
+        return answer_html(run[0], pieces, by, limit, scale)
+    shown = [
+        el("div", el("div", muted(f"piece {i} of {len(run)} ", clip(plain(t.get("agent_name") or ""), 60))), answer_html(t, pieces, by, limit, scale, asked=i > 1), cls="nx-piece")
+        for i, t in enumerate(run[:PIECES], start=1)
+    ]
+    return join(shown, more(len(run) - PIECES, "pieces"))
+
+
+AGENT = {"turns": "turn", "tool_calls": "call", "tool_errors": "tool error"}
+
+
+def agent_numbers(
+    t: Mapping[str, Any],
+) -> dict[str, int]:  # of AGENT; empty for what is no agent's
+    """What an agent did."""
+    found = t.get("agent")
+    return {k: int(x) for k in AGENT if (x := finite(found.get(k))) is not None} if isinstance(found, Mapping) else {}
+
+
+def _end(run: Sequence[Mapping[str, Any]]) -> Html:
+    """How many tokens were drawn, and whether an answer was cut."""
+    drawn = [int((t["loss_mask"] > 0).sum()) for t in run if len(t["loss_mask"])]
+    cut = chip("cut", "warn", "the answer reached max_tokens before it ended") if any(t.get("finish_reason") == "length" for t in run) else None
+    return join(f"{sum(drawn):,}" if drawn else muted("–"), " " if cut else None, cut)
+
+
+def _did(run: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """Turns, and tool calls with how many of them failed."""
+    numbers = agent_numbers(run[0])
+    failed = chip(f"{numbers['tool_errors']:,} failed", "warn") if numbers.get("tool_errors") else None
+    said = [f"{numbers[k]:,}" if k in numbers else muted("–") for k in ("turns", "tool_calls")]
+    return [el("td", said[0], cls="nx-num", title="turns"), el("td", failed, " " if failed else None, said[1], cls="nx-num", title="tool calls")]
 
 
 def _group_head(table_of: _Groups, key: object, members: Sequence[Any], columns: int) -> Html:
-    rewards = [r for t in members if (r := reward_of(t)) is not None]
-    row = members[0].get("data") or {}
-    truth = members[0].get("ground_truth") or row.get("answer", row.get("ground_truth"))
+    first = members[0][0]
+    rewards = [r for run in members if (r := reward_of(run[0])) is not None]
+    row = first["data"] if isinstance(first.get("data"), Mapping) else {}
+    truth = first.get("ground_truth") or row.get("answer", row.get("ground_truth"))
     lost = len(members) - len(rewards)
     notes = [
         muted(f"mean {short(sum(rewards) / len(rewards))}") if rewards else None,
@@ -382,16 +588,17 @@ def _group_head(table_of: _Groups, key: object, members: Sequence[Any], columns:
         muted("expected ", clip(truth, 80)) if truth not in (None, "") else None,
     ]
     line = el("div", muted(clip(key, 40)), notes, cls="nx-h", style="margin:4px 0 0;font-size:12px")
-    return el("tr", el("td", prompt_html(members[0], table_of.pieces, 600), line, colspan=columns), cls="nx-g")
+    return el("tr", el("td", asked_html(first, table_of.pieces, 600), line, colspan=columns), cls="nx-g")
 
 
-def _member_row(table_of: _Groups, t: Any, leaning: float | None, tokens: int) -> Html:
+def _member_row(table_of: _Groups, run: Sequence[Any], leaning: float | None, tokens: int) -> Html:
     color = "g" if (leaning or 0) > 0 else "r"
     cells = [
-        el("td", reward_bar(reward_of(t), table_of.low, table_of.high), cls="nx-nw"),
+        el("td", reward_bar(reward_of(run[0]), table_of.low, table_of.high), cls="nx-nw"),
         el("td", reward_bar(leaning, -table_of.widest, table_of.widest, color), cls="nx-nw") if table_of.compared else None,
-        el("td", answer_html(t, table_of.pieces, table_of.by, tokens, table_of.widest), style="width:100%"),
-        el("td", _end(t), cls="nx-num"),
+        el("td", run_html(run, table_of.pieces, table_of.by, tokens, table_of.widest), cls="nx-a", style="width:100%"),
+        _did(run) if table_of.acted else None,
+        el("td", _end(run), cls="nx-num", title="tokens"),
     ]
     return el("tr", cells)
 
@@ -409,18 +616,21 @@ def groups_table(
     answers = sum(min(members, len(m)) for _, m in shown) or 1
     tokens = max(24, min(240, 3000 // answers))
     second = el("th", "advantage" if found.known else "against the mean", cls="nx-nw") if found.compared else None
-    head = el("thead", el("tr", el("th", "reward"), second, el("th", "answer"), el("th", "tokens", cls="nx-num")))
-    bodies = [
-        el("tbody", _group_head(found, key, group, 3 + found.compared), [_member_row(found, t, a, tokens) for t, a in list(zip(group, leanings(group, found.known)))[:members]], _rest(len(group) - members, 3 + found.compared))
-        for key, group in shown
-    ]
-    return join(el("table", head, bodies), more(found.count - limit, "prompts"))
+    ends = [el("th", name, cls="nx-num") for name in (("turns", "calls", "tokens") if found.acted else ("tokens",))]
+    head, columns = el("thead", el("tr", el("th", "reward"), second, el("th", "answer"), ends)), 2 + found.compared + len(ends)
+    bodies = [el("tbody", _group_head(found, key, runs, columns), _member_rows(found, runs, members, tokens), _rest(len(runs) - members, columns)) for key, runs in shown]
+    return join(el("table", head, bodies, cls="nx-groups"), more(found.count - limit, "prompts"))
+
+
+def _member_rows(found: _Groups, runs: Sequence[Sequence[Any]], members: int, tokens: int) -> list[Html]:
+    leaning = leanings([run[0] for run in runs], found.known)
+    return [_member_row(found, run, a, tokens) for run, a in list(zip(runs, leaning))[:members]]
 
 
 def _rest(left: int, columns: int) -> Html:
     return el("tr", el("td", more(left, "answers"), colspan=columns)) if left > 0 else Html("")
 
-# %% ../../nbs/56_view.rollouts.ipynb #7fb574e1
+# %% ../../nbs/56_view.rollouts.ipynb #c8e9df57
 def rollouts_html(
     rollouts: Iterable[Any],  # trajectories: mappings with tokens, loss_mask, logprobs, reward, ...
     tokenizer: Any = None,  # None: the rollouts' own where they have one; else answers are text, or token ids
@@ -437,11 +647,12 @@ def rollouts_html(
 
 def _rollouts_head(rollouts: Any, by: str) -> Html:
     every = [t if isinstance(t, Mapping) else {} for t in rollouts]
-    rewards = [r for t in every if (r := reward_of(t)) is not None]
+    runs = [run[0] for run in runs_of(every)]
+    rewards = [r for t in runs if (r := reward_of(t)) is not None]
     prompts = len({group_key(t, i) for i, t in enumerate(every)})
-    causes = {s: n for s in STATUS_TONES if (n := sum(1 for t in every if t.get("status", "ok") == s))}
+    causes = {s: n for s in STATUS_TONES if (n := sum(1 for t in runs if t.get("status", "ok") == s))}
     beside = [
-        muted(f"{count(len(every), 'answer')} to {count(prompts, 'prompt')}") if every else None,
+        muted(f"{count(len(runs), 'answer')} to {count(prompts, 'prompt')}" + (f", in {len(every):,} pieces" if len(every) > len(runs) else "")) if every else None,
         muted(f"mean reward {short(sum(rewards) / len(rewards))}") if rewards else None,
         [chip(f"{n:,} {s}", STATUS_TONES[s]) for s, n in causes.items()],
         chip("held out") if every and all(t.get("is_val") for t in every) else None,
@@ -455,71 +666,88 @@ def _nothing(value: object) -> bool:
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
-MESSAGES = 60  # of a conversation that are shown
+SPANS = 60  # of a trace that are shown
 
 
-def turns_html(
-    t: Mapping[str, Any],  # a `record` with turns
-    pieces: Pieces,
-    by: str,  # one of COLOR_BY
-    limit: int,  # tokens shown of each answer
+def trace_html(
+    trace: Any,  # a span with its children: name, type, duration_ms, error
+    most: int = SPANS,
 ) -> Html:
-    """A conversation: what was said to the model, its answers in colour, its tool calls, and what is learned from."""
-    messages = [m for m in [*(t.get("prompt_messages") or ()), t.get("response_message")] if isinstance(m, Mapping)]
-    turns = {turn["place"]: turn for turn in t["turns"] if isinstance(turn, Mapping) and isinstance(turn.get("place"), int)}
-    rows = [_message_row(t, m, turns.get(i), pieces, by, limit) for i, m in enumerate(messages[:MESSAGES])]
-    return join(el("table", el("tbody", rows)), more(len(messages) - MESSAGES, "messages"))
+    """The spans of an agent's run as a tree."""
+    rows: list[Html] = []
+    total, rest = 0, [(trace, 0)]
+    while rest and total < 10_000:
+        span, depth = rest.pop()
+        total += 1
+        rows += [_span_html(span, depth)] if total <= most else []
+        rest += [(c, depth + 1) for c in reversed(_listed(span.get("children"))) if isinstance(c, Mapping)]
+    took = finite(trace.get("duration_ms"))
+    said = f"trace: {count(total, 'span')}" + (f", {seconds(took / 1000)}" if took is not None else "")
+    return el("details", el("summary", said), el("table", el("tbody", rows), cls="nx-tree"), more(total - most, "spans"), open=total <= 12)
 
 
-def _message_row(t: Mapping[str, Any], message: Mapping[str, Any], turn: Mapping[str, Any] | None, pieces: Pieces, by: str, limit: int) -> Html:
-    role = clip(message.get("role") or "?", 20)
-    calls = [_call_html(c) for c in message.get("tool_calls") or () if isinstance(c, Mapping)][:20]
-    if turn is None:
-        said = message.get("content")
-        shown = el("div", clip(said, 600) if isinstance(said, str) else value_html(said, 600), cls="nx-q", dir="auto")
-        return el("tr", el("td", muted(role), cls="nx-nw"), el("td", [el("div", c) for c in calls], shown, style="width:100%"))
-    start, end = (int(turn.get(k) or 0) for k in ("start", "end"))
-    part = {k: t[k][start:end] for k in PER_TOKEN}
-    marks = [
-        chip("not learned", "warn", "its tokens are left out of the loss") if not turn.get("learned") else None,
-        chip("forked", "", "the template shows earlier turns otherwise, so this answer begins a sequence of its own") if turn.get("forked") else None,
-        chip("cut", "warn", "the answer reached max_tokens before it ended") if turn.get("finish_reason") == "length" else None,
+def _span_html(span: Mapping[str, Any], depth: int) -> Html:
+    took = finite(span.get("duration_ms"))
+    cells = [
+        el("td", clip(plain(span.get("name") or "?"), 80), style=f"padding-left:{18 * min(depth, 12)}px"),
+        el("td", muted(clip(plain(span.get("type") or "").lower(), 20)), cls="nx-nw"),
+        el("td", seconds(took / 1000) if took is not None else muted("–"), cls="nx-num"),
+        el("td", el("span", clip(plain(span["error"]), 200), cls="nx-bad") if span.get("error") else None),
     ]
-    drawn = tokens_html(part["tokens"], part["logprobs"], part["loss_mask"], part["advantages"], tokenizer=pieces, by=by, limit=limit, spaces=False) if end > start else muted("empty")
-    return el("tr", el("td", el("b", role), cls="nx-nw"), el("td", drawn, [el("div", muted("calls "), c) for c in calls], join(*marks), style="width:100%"))
+    return el("tr", cells)
 
 
-def _call_html(call: Mapping[str, Any]) -> Html:
-    """A tool call as a line of code."""
-    function = call.get("function")
-    named = function if isinstance(function, Mapping) else {}
-    return el("code", clip(named.get("name") or "?", 64), "(", clip(plain(named.get("arguments")), 300), ")")
+_SHOWN = {"turns", "prompt_messages", "response_message", "tokens", "loss_mask", "logprobs", "prompt", "response", "reward", "advantage", "advantages", "status", "error", "group_id", "run_id", "finish_reason", "ref_logprobs", "trace", "agent_name"}
+_INNER = {"weight_versions", "tools", "seed", "step", "epoch", "index", "is_val", "member", "agent", "extra_info", "observation", "traceback"}  # folded
+_NAMES = {"step": "steps done when it was asked"}
 
 
-_SHOWN = {"turns", "prompt_messages", "response_message", "tokens", "loss_mask", "logprobs", "prompt", "response", "reward", "advantage", "advantages", "status", "error", "group_id", "run_id", "finish_reason", "ref_logprobs"}
-_SPOKEN = {"turns", "prompt_messages", "response_message"}  # shown as a conversation where there are turns
+def _fields_html(t: Mapping[str, Any]) -> Html:
+    """What belongs to a trajectory, beside its tokens."""
+    own = t["agent"] if isinstance(t.get("agent"), Mapping) else {}
+    others = {k: v for k, v in t.items() if k not in _SHOWN and not _nothing(v)}
+    if isinstance(others.get("metrics"), Mapping):
+        others["metrics"] = {k: v for k, v in others["metrics"].items() if k not in own}
+    if "tools" in others:
+        others["tools"] = ", ".join(_tool_name(tool) for tool in _listed(others["tools"])[:40])
+    front = {k: v for k, v in others.items() if k not in _INNER and not _nothing(v)}
+    inner = {_NAMES.get(k, k): v for k, v in others.items() if k in _INNER and not _nothing(v)}
+    trace = trace_html(t["trace"]) if isinstance(t.get("trace"), Mapping) and t["trace"] else None
+    fold = el("details", el("summary", count(len(inner), "more field")), pairs(inner)) if inner else None
+    return join([el("div", part, style="margin-top:10px") for part in (pairs(front) if front else None, trace, fold) if part])
+
+
+def _tool_name(tool: object) -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return plain(function.get("name") if isinstance(function, Mapping) else tool)[:64]
 
 
 def trajectory_html(
     trajectory: Any,  # a Trajectory, or a mapping with its fields
-    tokenizer: Any = None,
+    tokenizer: Any = None,  # None: that of the rollouts which it was taken from
     limit: int = 800,  # tokens shown of the answer, and a quarter of it of the prompt
     by: str = "logprob",  # one of COLOR_BY
 ) -> Html:
     """One rollout in full: prompt grey, sampled tokens in colour, every other field below."""
-    t, pieces = record(trajectory), Pieces(tokenizer)
+    t, pieces = record(trajectory), Pieces(tokenizer if tokenizer is not None else tokenizer_of(trajectory))
+    if any(turn is not None for _, turn in said_in(t)):
+        body = turns_html(t, pieces, by, limit)
+    elif pieces.tokenizer is None and isinstance(t.get("response"), str):
+        body = join(el("div", muted(clip(plain(t.get("prompt") or ""), 2000)), cls="nx-q", dir="auto"), answer_html({**t, "status": "ok"}, pieces, by, limit))
+    else:
+        body = _flow_html(t, pieces, by, limit)
+    return fragment(box(_trajectory_head(t, by), body, _fields_html(t)), style=TOKEN_STYLE)
+
+
+def _flow_html(t: Mapping[str, Any], pieces: Pieces, by: str, limit: int) -> Html:
+    """Tokens from a little before the answer on."""
     tokens = t["tokens"]
     first = _first(t["loss_mask"], len(tokens))
-    start = max(0, first - limit // 4)
-    cut = slice(start, min(len(tokens), first + limit))
-    rest = {k: t[k][cut] for k in PER_TOKEN}
+    start, stop = max(0, first - limit // 4), min(len(tokens), first + limit)
+    rest = {k: t[k][start:stop] for k in PER_TOKEN}
     shown = tokens_html(rest["tokens"], rest["logprobs"], rest["loss_mask"], rest["advantages"], tokenizer=pieces, by=by, limit=limit + limit // 4) if len(tokens) else muted("no tokens")
-    before = more(start, "tokens before") if start else None
-    texts = [el("div", el("div", clip(t.get(k), 2000), cls="nx-k", dir="auto")) for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
-    others = {k: v for k, v in t.items() if (k not in _SHOWN or (k in _SPOKEN and not t.get("turns"))) and not _nothing(v)}
-    if t.get("turns") and isinstance(t["turns"], (list, tuple)):
-        texts, before, shown, cut = [], None, turns_html(t, pieces, by, limit), slice(0, len(tokens))
-    return fragment(box(_trajectory_head(t, by), texts, before, shown, more(len(tokens) - cut.stop, "tokens"), el("div", pairs(others), style="margin-top:10px") if others else None), style=TOKEN_STYLE)
+    texts = [el("div", clip(plain(t[k]), 2000), cls="nx-k", dir="auto") for k in ("prompt", "response") if t.get(k)] if pieces.tokenizer is None else []
+    return join(texts, more(start, "tokens before") if start else None, shown, more(len(tokens) - stop, "tokens"))
 
 
 def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
@@ -530,6 +758,8 @@ def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
         muted("reward "), el("b", "–" if reward is None else number(reward), cls="nx-n"),
         (muted("advantage "), el("b", number(advantage), cls="nx-n")) if advantage is not None else None,
         muted(f"{count(len(t['tokens']), 'token')}, {sampled:,} sampled"),
+        muted(", ".join(count(n, AGENT[k]) for k, n in did.items() if n or k != "tool_errors")) if (did := agent_numbers(t)) else None,
+        chip(plain(t["agent_name"])) if t.get("agent_name") else None,
         chip("cut", "warn") if t.get("finish_reason") == "length" else None,
         el("span", legend_html(by), cls="nx-end"),
     ]  # fmt: skip
@@ -624,7 +854,8 @@ def _layout(attention_BT: np.ndarray | None, loss_BT: np.ndarray | None, limit: 
         for mask, color in ((seen & ~learned, "l"), (seen & learned, "a")):
             edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))[:80]
             parts += [el("rect", x=f"{a / total * 600:.1f}", y=r * 7, width=f"{(b - a) / total * 600:.1f}", height=5, rx=1, style=f"fill:var(--nx-{color})") for a, b in edges.reshape(-1, 2).tolist()]
-    key = el("div", muted("prompt "), el("span", "■ ", style="color:var(--nx-l)"), muted(" learned from "), el("span", "■", style="color:var(--nx-a)"), muted(f" of {total:,} columns"), style="font-size:11.5px")
+    several = any(int((np.diff(row.astype(np.int8)) > 0).sum()) + int(row[0]) > 1 for row in loss_BT > 0)
+    key = el("div", muted("read " if several else "prompt "), el("span", "■ ", style="color:var(--nx-l)"), muted(" learned from "), el("span", "■", style="color:var(--nx-a)"), muted(f" of {total:,} columns"), style="font-size:11.5px")
     drawing = el("svg", parts, viewBox=f"0 0 600 {len(shown) * 7}", style="width:100%;max-width:600px;height:auto", role="img")
     return el("div", drawing, key, more(len(attention_BT) - limit, "sequences"), style="margin:0 0 10px")
 
@@ -701,19 +932,34 @@ def recipe_line(
 
 # %% ../../nbs/56_view.rollouts.ipynb #bed982e0
 TILES = {
-    "reward/mean": "reward", "val/reward/mean": "held-out reward", "val/pass@1": "pass@1", "distill/reverse_kl": "reverse KL", "loss": "loss", "policy/kl": "KL", "policy/entropy": "entropy", "grad_norm": "gradient norm",
+    "reward/mean": "reward", "val/reward/mean": "held-out reward", "val/pass@1": "pass@1", "eval/turns": "turns", "eval/tool_calls": "tool calls", "eval/tool_errors": "tool errors", "distill/reverse_kl": "reverse KL", "loss": "loss", "policy/kl": "KL", "policy/entropy": "entropy", "grad_norm": "gradient norm",
     "group/frac_zero_std": "groups without spread", "tokens/response_mean": "answer tokens", "tokens/per_second": "tokens a second", "time/step": "seconds",
 }  # fmt: skip
+
+
+def still(
+    metrics: Mapping[str, Any],
+) -> frozenset[str]:  # names
+    """Loss and KL where both are 0 but for rounding: each update is on policy, so both are 0 whatever is learned."""
+    values = [finite(metrics.get(m)) for m in ("loss", "policy/kl")]
+    return frozenset({"loss", "policy/kl"}) if all(v is not None and abs(v) < 1e-6 for v in values) else frozenset()
+
+
+def whole(
+    value: Any,  # a metric
+) -> Any:
+    """128 for 128.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
 
 
 def tiles_html(
     metrics: Mapping[str, Any],  # name to number
     notes: Callable[[str], Any] | None = None,  # what stands under a number, by its metric's name
-    most: int = 7,
+    most: int = 8,
 ) -> Html:
     """The numbers that matter most, large."""
-    names = [m for m in TILES if m in metrics][:most]
-    return el("div", [tile(TILES[m], metrics[m], notes(m) if notes else None) for m in names], cls="nx-tiles")
+    names = [m for m in TILES if m in metrics and m not in still(metrics)][:most]
+    return el("div", [tile(TILES[m], whole(metrics[m]), notes(m) if notes else None) for m in names], cls="nx-tiles")
 
 
 def metrics_html(
@@ -724,7 +970,7 @@ def metrics_html(
     blocks: dict[str, dict[str, Any]] = {}
     for name in sorted(metrics, key=plain)[:limit]:
         head, _, tail = plain(name).partition("/")
-        blocks.setdefault(head if tail else "", {})[tail or head] = metrics[name]
+        blocks.setdefault(head if tail else "", {})[tail or head] = whole(metrics[name])
     return join(el("div", [el("div", el("div", el("b", clip(h or "update", 40))), pairs(v)) for h, v in blocks.items()], cls="nx-grid"), more(len(metrics) - limit, "metrics"))
 
 
