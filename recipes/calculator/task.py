@@ -115,7 +115,7 @@ class Judge(Evaluator):
         return EvaluationRunResult(metrics["success"], data["answer"], metrics)
 
 
-# -- the model: half a million parameters, warm-started on conversations that are right and wrong -------------------
+# -- the model: 340 thousand parameters, warm-started on conversations that are right and wrong -------------------
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
