@@ -61,6 +61,8 @@ def _read(options: Mapping[str, Any]) -> tuple[Chat, dict[str, Any]]:
     """What is honoured of a request, and what is noted."""
     given = {k: _json(v) for k, v in options.items() if k not in _CALL and type(v).__name__ not in ("NotGiven", "Omit")}
     extra = given.pop("extra_body", None) or {}
+    if not isinstance(extra, dict):
+        raise RequestError(f"extra_body holds more fields, not {type(extra).__name__}", "extra_body")
     asked, noted = read_options(Chat, {**given, **extra})
     if asked.stream:
         raise RequestError("a session in this process answers at once: leave stream out, or send the agent through the capture proxy, which streams", "stream")

@@ -83,6 +83,7 @@ def test_answers_have_openais_form_and_the_tokens_that_were_drawn() -> None:
         ({"logprobs": True}, "under nexrl_train"),
         ({"n": 0}, "n: Input should be greater"),
         ({"max_token": 5}, "did you mean 'max_tokens'"),
+        ({"extra_body": "x"}, "extra_body holds more fields"),
         ({"extra_body": {"guided_json": {}}}, "guided_json is no field that is known here"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "'image_url'; this model reads text"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "whose role is one of"),
