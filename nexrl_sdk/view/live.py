@@ -17,7 +17,7 @@ import numpy as np
 
 from ..types import ConfigError, nearest
 from .html import Html, box, chip, clip, cut, el, fragment, heading, muted, number, plain, real, seconds, sparkline
-from .rollouts import TILES, tiles_html
+from .rollouts import TILES, still, tiles_html, whole
 
 # %% auto #0
 __all__ = ['STATES', 'BRIEF', 'DISPLAYS', 'Course', 'Progress', 'live_html', 'speed_text', 'NotebookDisplay', 'brief',
@@ -153,20 +153,21 @@ class NotebookDisplay:
             self._handle.update(html)
 
 # %% ../../nbs/57_view.live.ipynb #30239470
-BRIEF = {"reward/mean": "reward", "val/reward/mean": "held out", "distill/reverse_kl": "reverse KL", "loss": "loss", "policy/kl": "KL", "grad_norm": "grad", "tokens/response_mean": "tokens"}
+BRIEF = {"reward/mean": "reward", "val/reward/mean": "held out", "eval/turns": "turns", "eval/tool_calls": "calls", "distill/reverse_kl": "reverse KL", "loss": "loss", "policy/kl": "KL", "policy/entropy": "entropy", "grad_norm": "grad", "tokens/response_mean": "tokens"}
 
 
 def brief(
     metrics: Mapping[str, Any],
-    most: int = 4,
+    most: int = 5,
 ) -> str:  # "reward 0.53  KL 0.01"
     """The numbers that matter most, on one line."""
-    return "  ".join(f"{BRIEF[m]} {cut(number(_rounded(metrics[m])), 20)}" for m in [m for m in BRIEF if m in metrics][:most])
+    quiet = still(metrics)
+    return "  ".join(f"{BRIEF[m]} {cut(number(_rounded(metrics[m])), 20)}" for m in [m for m in BRIEF if m in metrics and m not in quiet][:most])
 
 
 def _rounded(value: Any) -> Any:
     """0 for what only float32 keeps from being 0."""
-    return 0.0 if isinstance(value, (int, float, np.number)) and abs(float(value)) < 1e-6 else value
+    return 0 if isinstance(value, (int, float, np.number)) and abs(float(value)) < 1e-6 else whole(value)
 
 
 class TerminalDisplay:
@@ -186,7 +187,7 @@ class TerminalDisplay:
         """Draw, or draw again."""
         left = f"{seconds(progress.left)} left" if state == "running" and progress.left is not None else ""
         pace = "  ".join(t for t in (speed_text(progress.speed), left or seconds(progress.elapsed), state if state != "running" else "") if t)
-        fields: dict[str, Any] = {"total": progress.total, "completed": progress.step, "metrics": brief(progress.metrics, 3), "pace": pace}
+        fields: dict[str, Any] = {"total": progress.total, "completed": progress.step, "metrics": brief(progress.metrics, 4), "pace": pace}
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task(cut(title, 40), **fields)

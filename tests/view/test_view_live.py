@@ -227,5 +227,16 @@ def test_in_a_real_kernel():
 
 
 def test_what_is_zero_but_for_rounding_reads_zero():
-    assert brief({"policy/kl": -4.5e-8, "grad_norm": 2e-6}) == "KL 0  grad 2e-6"
+    assert brief({"policy/kl": -4.5e-8, "grad_norm": 2e-6}) == "KL 0  grad 2e-6"  # KL alone may be what is learned from
     assert brief({"distill/reverse_kl": 1.25, "reward/mean": 0.5}) == "reward 0.5  reverse KL 1.25"
+
+
+def test_what_must_be_zero_is_left_out_and_agents_numbers_are_not():
+    on_policy = {"reward/mean": 0.25, "loss": 1.8e-8, "policy/kl": 3.7e-8, "policy/entropy": 0.26, "grad_norm": 0.649, "eval/turns": 2.0, "eval/tool_calls": 1.5}
+    assert brief(on_policy, 6) == "reward 0.25  turns 2  calls 1.5  entropy 0.26  grad 0.649"
+    assert "loss 0.5  KL 0" in brief({**on_policy, "loss": 0.5}, 9) and "loss 0  KL 0.2" in brief({**on_policy, "policy/kl": 0.2}, 9)
+    assert brief({"loss": 0.0, "grad_norm": 1.0}) == "loss 0  grad 1"  # without a KL it is no on-policy step: what is imitated is known by heart
+    p = Progress(3)
+    p.update(1, on_policy)
+    page = check(str(live_html(p)))
+    assert "tool calls" in page.text and "turns" in page.text and "entropy" in page.text and "loss" not in page.text and "KL" not in page.text
