@@ -955,12 +955,12 @@ class BaseNexAURolloutWorker(AgentRolloutWorker):
 
     def _put_trajectory(
         self,
-        trajectory: Mapping[str, Any],  # reward, final_answer, metrics, loss_mask: one boolean an answer, or one a token
+        trajectory: Mapping[str, Any],  # reward, final_answer, metrics, loss_mask: one boolean an answer, or one a token; again for each of several sequences
     ) -> str:  # "success"
         """Hand in this rollout with a reward."""
         rollout = self._rollout
         try:
-            rollout.put = self._made(rollout, trajectory)
+            rollout.put = self._made(rollout, {**(trajectory.get("extra_fields") or {}), **{k: trajectory[k] for k in trajectory if k != "extra_fields"}})
         except Exception as e:
             rollout.problem = e
             raise
@@ -970,8 +970,11 @@ class BaseNexAURolloutWorker(AgentRolloutWorker):
         fields = {k: trajectory[k] for k in ("ground_truth", "extra_info") if k in trajectory}
         found = self._trajectories(rollout, as_text(trajectory.get("final_answer", _last_words(rollout.session))), **fields)
         _check_tokens(found, trajectory.get("tokens"))
+        for t, before in zip(found, rollout.put or ()):  # what was masked when another sequence of this rollout was put
+            if before.get("masked_by_worker") and list(before.tokens) == list(t.tokens):
+                t.update(loss_mask=before.loss_mask, turns=before["turns"], masked_by_worker=True)
         if trajectory.get("loss_mask") is not None:
-            _apply_mask(found, trajectory["loss_mask"])
+            _apply_mask(found, trajectory["loss_mask"], trajectory.get("tokens"))
         return self._given(found, _put_score(trajectory)) if "reward" in trajectory else found
 
 
@@ -1009,19 +1012,21 @@ def _put_score(trajectory: Mapping[str, Any]) -> Score:
         return Score("error", error=f"what was put with _put_trajectory: {error_line(e)}")
 
 
-def _apply_mask(found: list[Trajectory], mask: Any) -> None:
+def _apply_mask(found: list[Trajectory], mask: Any, tokens: Any = None) -> None:
     """A mask with one entry an answer or one a token, on top of what was drawn."""
     turns, given = _learned(found), _booleans(mask)
     if given is None:
         raise DataError(f"loss_mask must be a list of booleans, not {str(mask)[:200]}")
-    if len(given) == len(turns):
+    meant = [t for t in found if tokens is not None and len(tokens) == len(given) == len(t.tokens) and [int(x) for x in tokens] == list(t.tokens)]
+    if len(given) == len(turns) and not meant:
         for (t, turn), keep in zip(turns, given):
             if not keep:
                 unlearn(t, turn)
-    elif len(found) == 1 and len(given) == len(found[0].tokens):
-        found[0].loss_mask = [int(bool(a) and b) for a, b in zip(found[0].loss_mask, given)]
+    elif meant or (len(found) == 1 and len(given) == len(found[0].tokens)):
+        one = (meant or found)[0]
+        one.loss_mask = [int(bool(a) and b) for a, b in zip(one.loss_mask, given)]
     else:
-        raise DataError(f"loss_mask has {len(given)} entries; it takes one for each of the {len(turns)} answers, or one for each token of the only sequence")
+        raise DataError(f"loss_mask has {len(given)} entries; it takes one for each of the {len(turns)} answers, or one for each token of the only sequence, or of the one whose tokens are put with it")
     for t in found:
         t["masked_by_worker"] = True
 

@@ -134,3 +134,40 @@ def test_names_that_are_asked_for_without_need_are_no_error():
     assert not hasattr(worker, "_inference_client") and getattr(worker, "_trajectory_pool", 7) == 7 and not hasattr(worker, "__deepcopy__")
     with pytest.raises(AttributeError, match="no 'sampling_'; did you mean"):
         _ = worker.sampling_
+
+
+def test_each_sequence_of_a_rollout_may_be_put_with_a_mask_of_its_own(agent_world):
+    """As NexRL's workers do: one trajectory a sequence, the fields that are not its own under extra_fields."""
+    from nexrl_sdk.nexrl_types import Trajectory
+    from nexrl_sdk.rollout.agent import BaseNexAURolloutWorker, WorkerConfig
+    from nexrl_sdk.rollout.agent_config import AgentConfig
+
+    def say(text, params):
+        return "Paris" if "cities" in text else "42" if "<|tool|>" in text else agent_world.call("sub-agent-geo", message="x")
+
+    class Puts(BaseNexAURolloutWorker):
+        def run_agent(self, task):
+            said = self.agent.run(task["prompt"], client=self.client, tracer=self.tracer)
+            longest = {tuple(i["trajectory"].tokens): i["trajectory"] for i in self.trace_processor([self.tracer.get_trace()])}
+            told = "success"
+            for t in longest.values():
+                mask = [bool(m) and i % 2 == 0 for i, m in enumerate(t.loss_mask)]
+                told = self._put_trajectory(Trajectory(tokens=list(t.tokens), loss_mask=mask, reward=0.25, extra_fields={"ground_truth": "42", "final_answer": said, "metrics": {"x": 1.0}, "group_id": "theirs"}))
+            return told
+
+    agent = AgentConfig.make("x", sub_agents={"geo": AgentConfig.make("You know cities.", name="geo")})
+    found = Puts(WorkerConfig(agent_world.Scripted(say), agent=agent, group_size=1)).run([{"prompt": "a"}])
+    assert len(found) == 2 and {(t.status, t.reward, t.ground_truth, t["final_answer"], t.metrics["x"]) for t in found} == {("ok", 0.25, "42", "42", 1.0)}
+    for t in found:
+        drawn = [i for turn in t["turns"] for i in range(turn["start"], turn["end"])]
+        assert [i for i, m in enumerate(t.loss_mask) if m] == [i for i in drawn if i % 2 == 0] and t.group_id == "0:0" and t["masked_by_worker"]
+
+
+@pytest.fixture()
+def agent_world(monkeypatch):
+    """The scripted backend of the agents' tests."""
+    import importlib
+    from pathlib import Path
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "rollout"))
+    return importlib.import_module("agent_world")
