@@ -29,7 +29,7 @@ class RequestError(ConfigError):
         super().__init__(message)
         self.param, self.code = param, code
 
-
+# %% ../../nbs/43_rollout.request.ipynb #8d4c4a76
 _FREE = "answers are sampled freely, so that their logprobs are the policy's"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # field: values that ask for nothing, and why no other is taken
     "response_format": (({"type": "text"},), f"{_FREE}; ask for a form in the messages, and read it from the text"),
