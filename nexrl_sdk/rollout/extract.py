@@ -24,10 +24,11 @@ __all__ = ['How', 'WAYS', 'LONGEST', 'last_box', 'after_reasoning', 'check_how',
 
 # %% ../../nbs/43_rollout.extract.ipynb #d43b32e5
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_LAST_NUMBER = re.compile(rf"(?<![\w.,])(?:[-+\u2212](?=[\d.]))?(?:{_NUMBER})(?:[eE][-+]?\d+)?(?:/\d+(?!\d*[/.]\d))?%?|(?<=[-+\u2212/:])(?:{_NUMBER})%?")
-_SAID = re.compile(r"(?i)\banswer\b[*_]*[ \t]*(?:is\b[ \t]*:?|:)[*_]*[ \t]*(\S.*)")
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BOX_OF_ONE = re.compile(r"\\boxed\s+([^\s{}$\\]+?)(?=[.,;:!?]?(?:[\s$]|$))")
+_LAST_NUMBER = re.compile(rf"(?<![\w.,])(?:[-+\u2212](?=[\d.]))?(?:{_NUMBER})(?:[eE][-+]?\d+)?(?:/\d++(?![/.]\d))?%?|(?<=[-+\u2212/:])(?:{_NUMBER})%?")
+_SAID = re.compile(r"(?i)\banswer\b[*_]*+[ \t]*+(?:is\b[ \t]*+:?+|:)[*_]*+[ \t]*+(\S.*)")
+_HASHES = re.compile(r"####[ \t]*+(\S.*)")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
+_BOX_OF_ONE = re.compile(r"\\boxed\s++([^\s{}$\\]+?)(?=[.,;:!?]?(?:[\s$]|$))")
 
 
 def last_box(
@@ -35,14 +36,14 @@ def last_box(
 ) -> str | None:
     r"""What stands in the last complete `\boxed{...}`, braces in it balanced."""
     opened: list[int | None] = []  # where a box began, None for a brace of another kind
-    best: tuple[int, str] | None = None
+    best = (-1, -1)
     for found in _BRACE.finditer(text):
         mark = found.group()
         if mark.endswith("{") and mark != "\\{":
             opened.append(found.end() if mark != "{" else None)
         elif mark == "}" and opened and (start := opened.pop()) is not None:
-            best = max(best or (-1, ""), (start, text[start : found.start()]))
-    return best[1].strip() if best else _last(_BOX_OF_ONE, text)
+            best = max(best, (start, found.start()))
+    return text[slice(*best)].strip() if best[0] >= 0 else _last(_BOX_OF_ONE, text)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
@@ -59,7 +60,7 @@ def _said(text: str) -> str | None:
 
 
 def _hashes(text: str) -> str | None:
-    return _last(re.compile(r"####[ \t]*(\S.*)"), text)
+    return _last(_HASHES, text)
 
 
 def _tagged(text: str) -> str | None:
