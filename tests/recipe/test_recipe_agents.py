@@ -25,9 +25,9 @@ Scripted, assert_exact = proxy_data.Scripted, proxy_data.assert_exact
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(has_nexau(), reason="NexAU reads agents' files here")]
 ASK = """
 import json, os, sys, threading, time, urllib.request
-def ask(base_url, *said):
+def ask(base_url, *said, **more):
     messages = [{"role": "user", "content": s} for s in said]
-    request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"model": "m", "messages": messages}).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"model": "m", "messages": messages, **more}).encode(), {"content-type": "application/json"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]
 """
@@ -50,7 +50,7 @@ def plain(base_url, row):
 async def later(base_url, row):
     return "later " + (await asyncio.to_thread(ask, base_url, row["prompt"]))["content"]
 def told(base_url, row):
-    return json.dumps(ask(base_url, row["prompt"]))
+    return json.dumps(ask(base_url, row["prompt"], tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]))
 def waits(base_url, row):
     ask(base_url, row["prompt"])
     time.sleep(row["seconds"])
