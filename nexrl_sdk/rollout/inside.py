@@ -265,19 +265,22 @@ class Candidate:
     ):
         self.codec = Codec(self.keep, self.take)
         self.kept: list[Any] = []  # what went to the judge by number
+        self.numbers: dict[int, int] = {}  # and the number by the object's id
         self.line = Line(task["line"][0], task["line"][1], self.answer)
         self.module = type(sys)("solution")
         self.module.__dict__.update(__file__=os.path.join(task["work"], task["main"]), __builtins__=builtins)
 
     def keep(self, value: Any) -> Any:
-        """A value that is not plain, by number."""
-        self.kept.append(value)
+        """A value that is not plain, by number; the same object has the same number."""
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)
         if isinstance(value, type):
             kind = "exception" if issubclass(value, BaseException) else "class"
         else:
             kind = "module" if type(value) is type(sys) else "iterator" if hasattr(value, "__next__") else "function" if callable(value) else "object"
         names = [c.__name__ for c in value.__mro__] if kind == "exception" else getattr(value, "__name__", type(value).__name__)
-        return {"ref": [len(self.kept) - 1, kind, names]}
+        return {"ref": [number, kind, names]}
 
     def take(self, tag: str, held: Any) -> Any:
         """A value of the judge's that is not plain."""
@@ -302,8 +305,8 @@ class Candidate:
             value = self.do(asked["op"], given, kwargs)
             changed = [None if (after := self.changed(g)) == a else after for a, g in zip(asked.get("args", []), given)]
             return {"ok": self.codec.encode(value), "changed": changed}
-        except StopIteration:
-            return {"stop": True}
+        except StopIteration as e:  # only an iterator ends by it: elsewhere it would end a loop of the tests (PEP 479)
+            return {"stop": True} if asked["op"] == "next" else {"raise": said(RuntimeError(f"the program raised StopIteration: {e}"))}
         except Gone:
             raise
         except Exception as e:  # noqa: BLE001 - the judge hears of it
@@ -321,6 +324,9 @@ class Candidate:
             return args[0](*args[1:], **kwargs)
         if op == "isinstance":
             return isinstance(args[0], args[1])
+        if op == "exit":  # how the block ended: None, or the names of an exception's classes and words
+            error = None if args[1] is None else raised(args[1], {c.__name__: c for c in self.kept if isinstance(c, type)})
+            return type(args[0]).__exit__(args[0], None if error is None else type(error), error, None)
         plain: dict[str, Any] = {"get": getattr, "set": setattr, "del": delattr, "next": next, "iter": iter, "len": len, "bool": bool, "str": str, "int": int, "float": float, "divmod": divmod, "hash": hash, "abs": abs, "round": round}  # fmt: skip
         if op in plain:
             return plain[op](*args)
@@ -417,10 +423,13 @@ class Remote:
         return hash(self._number)
 
     def __enter__(self) -> Any:
-        return self._link.do("get", self, "__enter__")()
+        made = self._link.do("get", self, "__enter__")()
+        return self if _same(self, made) else made
 
-    def __exit__(self, *error: Any) -> Any:
-        return self._link.do("get", self, "__exit__")(None, None, None)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if not isinstance(error, Gone):
+            self._link.leave(self, error)
+        return False  # an exception goes on, whatever the candidate says: it may be a test's
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and bool(self._link.do("isinstance", instance, self))
@@ -488,13 +497,13 @@ class Link:
         return Remote(self, int(number), str(kind), str(name))
 
     def exception(self, names: list[str]) -> type:
-        """A class of the candidate's that a test can catch."""
-        own = getattr(builtins, names[0], None)
-        if isinstance(own, type):
-            return own
+        """A class of the candidate's that a test can catch; never one that catches a test's own AssertionError."""
+        found = [getattr(builtins, n, None) for n in names]
+        kinds = [k for k in found if isinstance(k, type) and issubclass(k, Exception)]
+        if kinds and kinds[0] is found[0] and not issubclass(AssertionError, kinds[0]):
+            return kinds[0]
         if names[0] not in self.exceptions:
-            found = [getattr(builtins, n, None) for n in names[1:]]
-            base = next((b for b in found if isinstance(b, type) and issubclass(b, Exception)), Exception)
+            base = kinds[0] if kinds else Exception
             self.exceptions[names[0]] = type(names[0], (base,), {})
         return self.exceptions[names[0]]
 
@@ -511,10 +520,11 @@ class Link:
     def do(self, op: str, *args: Any, **kwargs: Any) -> Any:
         """One request, and what came of it."""
         heard = self.line.ask({"op": op, "args": [self.codec.encode(a) for a in args], "kwargs": {k: self.codec.encode(v) for k, v in kwargs.items()}})
-        if "stop" in heard:
+        if "stop" in heard and op == "next":
             raise StopIteration
-        if "raise" in heard:
-            raise raised(heard["raise"], self.exceptions)
+        if "ok" not in heard:
+            error = raised(heard.get("raise", [["RuntimeError"], "the program ended what cannot end"]), self.exceptions)
+            raise RuntimeError(f"the program raised StopIteration: {error}") if isinstance(error, StopIteration) else error
         try:
             for value, after in zip(args, heard.get("changed", ())):
                 if after is not None:
@@ -525,6 +535,15 @@ class Link:
         if isinstance(made, Remote) and op == "call" and args[0]._own:  # what the tests made of a class that they name
             made.__dict__["_own"] = True
         return made
+
+    def leave(self, manager: Remote, error: BaseException | None) -> None:
+        """Tell a context manager of the candidate's how its block ended."""
+        own = getattr(error, "of_the_program", False)
+        try:
+            self.do("exit", manager, None if error is None else [said(error)[0], str(error) if own else ""])  # what the tests say may hold what they expect
+        except Exception:  # noqa: BLE001 - raised by the candidate
+            if error is None or own:
+                raise  # else it would hide a failure of the tests
 
     def names(self, asked: list[str]) -> dict[str, Any]:
         """Those of these names that the candidate has, and no others, whatever it answers."""

@@ -315,10 +315,12 @@ def test_time_that_runs_out_keeps_what_passed() -> None:
         ("def count(n):\n    i = n\n    while True:\n        yield i\n        i += 1", "g = count(5)\nassert next(g) == 5\nassert [next(g), next(g)] == [6, 7]\nfrom itertools import islice\nassert list(islice(count(0), 3)) == [0, 1, 2]"),
         ("from collections import Counter, namedtuple, OrderedDict\nP = namedtuple('P', 'x y')\ndef f(s): return Counter(s)\ndef p(): return P(1, 2)\ndef big(): return 2 ** 200\nLIMIT = 7", "assert f('aab') == {'a': 2, 'b': 1}\nassert p() == (1, 2)\nassert big() == 2 ** 200\nassert LIMIT == 7\nassert isinstance(f(''), dict)"),
         ("class Opened:\n    def __enter__(self): return 7\n    def __exit__(self, *e): self.done = e == (None, None, None)\nclass LRU:\n    def __init__(self): self.d = {}\n    def get(self, k): return self.d.get(k, -1)\n    def insert(self, k, v): self.d[k] = v", "o = Opened()\nwith o as x:\n    assert x == 7\nassert o.done\nc = LRU()\nassert c.get(1) == -1\nc.insert(1, [2])\nassert c.get(1) == [2]"),
+        ("class Ledger:\n    def __init__(self): self.n = 0\n    def __enter__(self): return self\n    def __exit__(self, *e): return False\n    def add(self, x): self.n += x\n    def total(self): return self.n", "with Ledger() as l:\n    l.add(5)\n    assert l.total() == 5\ntry:\n    with Ledger() as l: l.add('x')\nexcept TypeError: pass\nelse: assert False"),
+        ("Broke = Exception\nclass Own(AssertionError): pass\nERRORS = (ValueError, Own)\ndef pay(x):\n    if x > 1: raise Own('own')\n    if x: raise Broke('too much')", "try:\n    pay(1)\n    assert False\nexcept Broke as e:\n    assert str(e) == 'too much'\ntry:\n    pay(2)\n    assert False\nexcept ERRORS as e:\n    assert str(e) == 'own'"),
         ("import math\ndef root(x): return math.sqrt(x)", "assert math.isclose(root(2), 1.41421356, rel_tol=1e-6)\nassert abs(root(9) - 3.0) < 1e-9"),
         ("def add(a, b): return a + b", "def helper(a): return add(a, 1)\nassert helper(2) == 3\nassert sum(add(i, 1) for i in range(3)) == 6"),
     ],
-    ids=["class", "solution", "nodes", "exceptions", "functions given", "changed arguments", "generators", "kinds of values", "more classes", "modules", "helpers"],
+    ids=["class", "solution", "nodes", "exceptions", "functions given", "changed arguments", "generators", "kinds of values", "more classes", "context managers", "exceptions by other names", "modules", "helpers"],
 )
 def test_honest_programs_of_every_kind_pass(sandbox: Sandbox, code: str, tests: str) -> None:
     result = judged(sandbox, code, tests)

@@ -544,6 +544,33 @@ def test_a_program_that_ends_is_no_exception_that_a_test_expects(judge: Callable
     assert judge(RIGHT, tests) == 1.0
 
 
+BOX = "class Box:\n    def __enter__(self): return self\n    def __exit__(self, *e): {end}\n    def keep(self, x): return self\n"
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        {}\n"
+EARLY = {  # programs that would end a test before it fails
+    "exit": ("with Box() as b:\n    b.add(5)\n    assert b.total() == 5", BOX.format(end="return True")),
+    "exit in a method": (CASE.format("with Box() as b: self.assertEqual(b.total(), 5)"), BOX.format(end="return True")),
+    "exit around a failure": (CASE.format("with Box() as b, self.assertRaises(ValueError): b.keep(5)"), BOX.format(end="return True")),
+    "exit that raises": (CASE.format("with self.assertRaises(ValueError), Box() as b: self.assertEqual(b.keep(5), 5)"), BOX.format(end="raise ValueError")),
+    "stop in all": ("assert all(map(lambda c: add(*c) == sum(c), [(1, 2), (2, 2)]))", "def add(a, b): raise StopIteration"),
+    "stop in a loop": ("for got, want in zip(map(lambda c: add(*c), [(1, 2)]), [3]):\n    assert got == want", "class Done(StopIteration): pass\ndef add(a, b): raise Done"),
+    "stop of its own class": ("from solution import Done\nassert all(map(lambda c: add(*c) == sum(c), [(1, 2)]))", "class Done(StopIteration): pass\ndef add(a, b): raise Done"),
+    "stop as an attribute": ("assert all(map(lambda c: Box().total == 3, [1]))", "class Box:\n    @property\n    def total(self): raise StopIteration"),
+    **{f"{name} as an exception": ("def test_a():\n    try:\n        pay(5)\n        raise AssertionError('it does not raise')\n    except Broke:\n        pass", f"Broke = {name}\ndef pay(x): pass") for name in ("AssertionError", "Exception", "BaseException")},
+    "exceptions in a tuple": ("def test_a():\n    try:\n        assert pay(5) == 1\n    except ERRORS:\n        pass", "ERRORS = (ValueError, AssertionError)\ndef pay(x): pass"),
+}
+
+
+@pytest.mark.parametrize(("tests", "code"), EARLY.values(), ids=EARLY)
+def test_a_program_cannot_end_a_test_before_it_fails(judge: Callable[..., float | None], tests: str, code: str) -> None:
+    assert judge(code, tests) == 0.0
+
+
+def test_what_a_context_manager_hears_of_the_tests(judge: Callable[..., float | None]) -> None:
+    code = "class Box:\n    heard = None\n    def __enter__(self): return self\n    def __exit__(self, kind, error, trace): Box.heard = kind and kind.__name__ + str(error)\n    def fail(self): raise KeyError('own')\ndef heard(): return Box.heard"
+    tests = "try:\n    with Box(): raise ValueError('expected: 42')\nexcept ValueError: pass\nassert heard() == 'ValueError'\ntry:\n    with Box() as b: b.fail()\nexcept KeyError: pass\nassert heard().startswith('KeyError') and 'own' in heard()\nwith Box(): pass\nassert heard() is None"
+    assert judge(code, tests) == 1.0
+
+
 def test_printed_outputs_are_compared_outside() -> None:
     evaluator = CodeEvaluator(sandbox=Sandbox(seconds=20.0))
     row = {"cases": [{"input": "1 2\n", "output": "3\n"}]}
