@@ -289,8 +289,23 @@ MESSAGES = 60  # of a conversation that are shown
 CALLS = 20  # of a message
 
 
+def _nothing(value: object) -> bool:
+    """Whether a field says nothing: unset, or empty."""
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
 def _listed(value: object) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else []
+    """A list's or an array's items; of anything else none."""
+    return list(value) if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim) else []
+
+
+def _named(value: object, default: str = "?") -> str:
+    """A name as text; whatever stands in its place where there is none."""
+    return default if _nothing(value) else plain(value)
+
+
+def _yes(value: object) -> bool:
+    return isinstance(value, (bool, int, np.bool_)) and bool(value)
 
 
 def said_in(
@@ -323,14 +338,14 @@ def turns_html(
 
 def _message_html(t: Mapping[str, Any], message: Mapping[str, Any], turn: Mapping[str, Any] | None, pieces: Pieces, by: str, limit: int) -> Html:
     """Who, and what."""
-    role, calls = clip(plain(message.get("role") or "?"), 20), _calls_html(message)
+    role, calls = clip(_named(message.get("role")), 20), _calls_html(message)
     if turn is None:
         return join(el("div", role, cls="w"), el("div", calls, _content_html(message), cls="s read"))
-    learned = bool(turn.get("learned"))
+    learned = _yes(turn.get("learned"))
     marks = [
         chip("not learned", "warn", "its tokens are left out of the loss") if not learned else None,
-        chip("forked", "", "the template shows earlier turns otherwise, so this answer begins a sequence of its own") if turn.get("forked") else None,
-        chip("cut", "warn", "the answer reached max_tokens before it ended") if turn.get("finish_reason") == "length" else None,
+        chip("forked", "", "the template shows earlier turns otherwise, so this answer begins a sequence of its own") if _yes(turn.get("forked")) else None,
+        chip("cut", "warn", "the answer reached max_tokens before it ended") if _named(turn.get("finish_reason")) == "length" else None,
     ]
     drawn = _drawn_html(t, message, turn, pieces, by, limit, calls)
     return join(el("div", el("b", role), cls="w"), el("div", drawn, join(*marks), cls="s drawn" if learned else "s out"))
@@ -350,7 +365,7 @@ def _drawn_html(t: Mapping[str, Any], message: Mapping[str, Any], turn: Mapping[
 
 def _content_html(message: Mapping[str, Any], chars: int = 600) -> Html:
     """The text of a message, what was thought before it too."""
-    said = [message[k] for k in ("reasoning_content", "content") if message.get(k)]
+    said = [message[k] for k in ("reasoning_content", "content") if not _nothing(message.get(k))]
     return join(el("div", clip(v, chars) if isinstance(v, str) else value_html(v, chars), cls="nx-q", dir="auto") for v in said)
 
 
@@ -363,7 +378,7 @@ def _call_html(call: Mapping[str, Any]) -> Html:
     """A tool call as a line of code."""
     function = call.get("function")
     named = function if isinstance(function, Mapping) else {}
-    return el("code", clip(plain(named.get("name") or "?"), 64), "(", clip(_as_json(named.get("arguments")), 300), ")")
+    return el("code", clip(_named(named.get("name")), 64), "(", clip(_as_json(named.get("arguments")), 300), ")")
 
 
 def _as_json(value: object) -> str:
@@ -543,7 +558,7 @@ def run_html(
     if len(run) == 1:
         return answer_html(run[0], pieces, by, limit, scale)
     shown = [
-        el("div", el("div", muted(f"piece {i} of {len(run)} ", clip(plain(t.get("agent_name") or ""), 60))), answer_html(t, pieces, by, limit, scale, asked=i > 1), cls="nx-piece")
+        el("div", el("div", muted(f"piece {i} of {len(run)} ", clip(_named(t.get("agent_name"), ""), 60))), answer_html(t, pieces, by, limit, scale, asked=i > 1), cls="nx-piece")
         for i, t in enumerate(run[:PIECES], start=1)
     ]
     return join(shown, more(len(run) - PIECES, "pieces"))
@@ -661,11 +676,6 @@ def _rollouts_head(rollouts: Any, by: str) -> Html:
     return heading("Rollouts", *beside)
 
 # %% ../../nbs/56_view.rollouts.ipynb #86fa4519
-def _nothing(value: object) -> bool:
-    """Whether a field says nothing: unset, or empty."""
-    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
-
-
 SPANS = 60  # of a trace that are shown
 
 
@@ -689,10 +699,10 @@ def trace_html(
 def _span_html(span: Mapping[str, Any], depth: int) -> Html:
     took = finite(span.get("duration_ms"))
     cells = [
-        el("td", clip(plain(span.get("name") or "?"), 80), style=f"padding-left:{18 * min(depth, 12)}px"),
-        el("td", muted(clip(plain(span.get("type") or "").lower(), 20)), cls="nx-nw"),
+        el("td", clip(_named(span.get("name")), 80), style=f"padding-left:{18 * min(depth, 12)}px"),
+        el("td", muted(clip(_named(span.get("type"), "").lower(), 20)), cls="nx-nw"),
         el("td", seconds(took / 1000) if took is not None else muted("–"), cls="nx-num"),
-        el("td", el("span", clip(plain(span["error"]), 200), cls="nx-bad") if span.get("error") else None),
+        el("td", el("span", clip(plain(span["error"]), 200), cls="nx-bad") if not _nothing(span.get("error")) else None),
     ]
     return el("tr", cells)
 
@@ -759,7 +769,7 @@ def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
         (muted("advantage "), el("b", number(advantage), cls="nx-n")) if advantage is not None else None,
         muted(f"{count(len(t['tokens']), 'token')}, {sampled:,} sampled"),
         muted(", ".join(count(n, AGENT[k]) for k, n in did.items() if n or k != "tool_errors")) if (did := agent_numbers(t)) else None,
-        chip(plain(t["agent_name"])) if t.get("agent_name") else None,
+        chip(plain(t["agent_name"])[:60]) if not _nothing(t.get("agent_name")) else None,
         chip("cut", "warn") if t.get("finish_reason") == "length" else None,
         el("span", legend_html(by), cls="nx-end"),
     ]  # fmt: skip
