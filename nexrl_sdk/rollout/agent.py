@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
 import inspect
 import json
 import logging
@@ -25,7 +24,7 @@ from typing import Any, NoReturn
 
 from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
 from .chat import ChatClient, NexAUAgent, completion_dict, has_nexau, trace_of
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _finite_metrics, _score_of, as_evaluator, as_result, score
+from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _finite_metrics, _score_of, as_evaluator, as_result, own_row, score
 from .rollouts import Rollouts, _runs, score_fields
 from .session import Reply, Session, SessionClosed, session_trajectories
 from .tools import as_text, cut_middle
@@ -444,14 +443,6 @@ def _noted(message: str) -> ConfigError:
     return error
 
 
-def _own(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row that an agent may change."""
-    try:
-        return copy.deepcopy(dict(row))
-    except Exception:  # noqa: BLE001 - whatever a value raises that cannot be copied
-        return dict(row)
-
-
 class AgentRolloutWorker(JudgedByRun):
     """An agent's run is a rollout."""
 
@@ -567,7 +558,7 @@ class AgentRolloutWorker(JudgedByRun):
             rollout.causes = list(causes)
             token = _HERE.set(rollout)
             try:
-                return self._finish(rollout, _awaited(self.run_agent(_own(task.item.row)), cancel))
+                return self._finish(rollout, _awaited(self.run_agent(own_row(task.item.row)), cancel))
             except BaseException as e:  # noqa: BLE001 - an agent may raise anything; it is the rollout's cause of failure
                 found = self._settled(rollout, e, cancel, f"row {task.item.index}")
                 if found is not None:

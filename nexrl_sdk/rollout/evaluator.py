@@ -5,6 +5,7 @@
 # %% ../../nbs/41_rollout.evaluator.ipynb #c66772c4
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import numbers
@@ -25,7 +26,7 @@ from ..types import ConfigError, EvaluatorError, nearest
 # %% auto #0
 __all__ = ['Reward', 'RESULT_KEYS', 'LARGEST', 'BaseEvaluationTarget', 'NexAUEvaluationTarget', 'EvaluationRunResult',
            'made_with', 'Evaluator', 'FunctionEvaluator', 'name_of', 'as_result', 'as_evaluator', 'reward',
-           'WeightedRewards', 'Score', 'score', 'within']
+           'WeightedRewards', 'Score', 'score', 'own_row', 'within']
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #7551ebb1
 @dataclass
@@ -295,7 +296,7 @@ def score(
     """Judge one answer; never raises but for Ctrl-C."""
     judged = target if isinstance(target, BaseEvaluationTarget) else BaseEvaluationTarget(target)
     try:
-        result = within(timeout, lambda: evaluator.evaluate(dict(row), judged))
+        result = within(timeout, lambda: evaluator.evaluate(own_row(row), judged))
         return _score_of(as_result(result))
     except EvaluatorError as e:
         return Score("error", error=_said(e), traceback=_trace(e))
@@ -303,6 +304,18 @@ def score(
         raise
     except BaseException as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
         return Score("error", error=f"the evaluator raised {type(e).__name__}: {_said(e)}".removesuffix(": ") + _where(e), traceback=_trace(e))
+
+
+def own_row(
+    row: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A row that a user's code may change: the group's other answers are judged by the same one."""
+    if all(v is None or type(v) in (str, int, float, bool, bytes) for v in row.values()):
+        return dict(row)
+    try:
+        return copy.deepcopy(dict(row))
+    except Exception:  # noqa: BLE001 - whatever a value raises that cannot be copied
+        return dict(row)
 
 
 def _said(error: BaseException) -> str:
