@@ -19,15 +19,15 @@ from ..rollout.rollouts import loads
 from ..types import ConfigError, RunFolderError, nearest
 from .html import Html, Points, chip, clip, count, el, escape, finite, fragment, join, line_chart, more, muted, number, pairs, plain, real, seconds, sparkline, table, tile
 from nexrl_sdk.view.rollouts import (
-    TILES, TOKEN_STYLE, Pieces, answer_html, flatten, legend_html, prompt_html, recipe_line, recipe_sections, redact, record, reward_bar, reward_of,
+    TILES, TOKEN_STYLE, Pieces, asked_html, asked_of, flatten, legend_html, recipe_line, recipe_sections, redact, record, reward_bar, reward_of, run_html, run_key, runs_of, said_in, whole,
 )  # fmt: skip
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% auto #0
-__all__ = ['CHARTS', 'read_jsonl', 'RunRecord', 'read_run', 'samples_html', 'Failure', 'failures', 'report_html', 'write_report',
-           'plot_metrics']
+__all__ = ['CHARTS', 'Run', 'read_jsonl', 'RunRecord', 'read_run', 'samples_html', 'Failure', 'failures', 'report_html',
+           'write_report', 'plot_metrics']
 
 # %% ../../nbs/58_view.report.ipynb #7e75d990
 def _parse(line: bytes) -> Any:
@@ -206,6 +206,8 @@ def _head(run: RunRecord) -> Html:
 CHARTS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("Reward", {"reward/mean": "training", "val/reward/mean": "held out"}, ("held out",)),
     ("Pass rate", {f"val/pass@{k}": f"pass@{k}" for k in (1, 2, 4, 8, 16)}, tuple(f"pass@{k}" for k in (1, 2, 4, 8, 16))),
+    ("Turns a rollout", {"eval/turns": "training", "val/eval/turns": "held out"}, ("held out",)),
+    ("Tool calls a rollout", {"eval/tool_calls": "calls", "eval/tool_errors": "that failed", "eval/tool_call_problems": "that could not be read"}, ()),
     ("Reward within groups", {"reward/std": "spread", "group/frac_zero_std": "groups without spread"}, ()),
     ("Reverse KL to the teacher", {"distill/reverse_kl": "training", "val/distill/reverse_kl": "held out"}, ("held out",)),
     ("What the critic foresees", {"critic/explained_variance": "share of the returns' variance"}, ()),
@@ -224,6 +226,26 @@ CHARTS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("Answers without a reward", _LOST, ()),
 )
 _COUNTS = ("Answers without a reward",)
+_SHARES = ("Pass rate", "Clipped", "Cut answers")  # a local fit of them would leave 0 to 1
+_STILL = ("KL", "Loss")  # 0 but for rounding where each update is on policy
+
+
+def _drawable(title: str, series: Mapping[str, Points]) -> bool:
+    """Whether a chart would show anything."""
+    if title == "Reward":
+        return any(len(points) > 1 for points in series.values())
+    moves = any(len({v for _, v in points}) > 1 for points in series.values())
+    return moves and not (title in _STILL and all(abs(v) < 1e-6 for points in series.values() for _, v in points))
+
+
+def _means(
+    points: Points,
+    most: int = 120,  # of them
+) -> Points:
+    """Means of neighbours, which stay within what they are the means of."""
+    size = -(-len(points) // most)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(part[-1][0], sum(v for _, v in part) / len(part)) for part in parts]
 
 
 def _charts(run: RunRecord) -> tuple[list[Html], set[str]]:
@@ -231,16 +253,16 @@ def _charts(run: RunRecord) -> tuple[list[Html], set[str]]:
     drawn, shown = [], set()
     for title, names, dots in CHARTS:
         series = {label: run.metrics[name] for name, label in names.items() if name in run.metrics}
-        flat = title != "Reward" and all(len({v for _, v in points}) < 2 for points in series.values())
-        if any(len(points) > 1 for points in series.values()) and not flat:
-            drawn.append(line_chart(series, title, dots=dots, averaged=title not in _COUNTS, note=_newest(series) if len(series) == 1 else None))
+        if series and _drawable(title, series):
+            kept = {label: _means(points) for label, points in series.items()} if title in _SHARES else series
+            drawn.append(line_chart(kept, title, dots=dots, averaged=title not in (*_COUNTS, *_SHARES), note=_newest(series) if len(series) == 1 else None))
             shown |= {n for n in names if n in run.metrics}
     return drawn, shown
 
 
 def _newest(series: Mapping[str, Points]) -> Html:
     (label, points), *_ = series.items()
-    return muted(f"{label} {number(points[-1][1])}")
+    return muted(f"{label} {number(whole(points[-1][1]))}")
 
 
 def _course_row(name: str, points: Points) -> list[object]:
@@ -248,7 +270,7 @@ def _course_row(name: str, points: Points) -> list[object]:
     known = [v for v in values if math.isfinite(v)]
     broken = len(values) - len(known)
     note = chip(f"{broken:,} not finite", "bad") if broken else None
-    return [join(clip(name, 80), " ", note), sparkline(values) if len(values) > 1 else "", values[0], values[-1], min(known, default=math.nan), max(known, default=math.nan)]
+    return [join(clip(name, 80), " ", note), sparkline(values) if len(values) > 1 else "", *map(whole, (values[0], values[-1], min(known, default=math.nan), max(known, default=math.nan)))]
 
 
 def _curves(run: RunRecord) -> Html:
@@ -263,10 +285,13 @@ def _section(name: str, title: str, *children: object) -> Html:
     return el("section", el("h2", title), *children, id=name)
 
 # %% ../../nbs/58_view.report.ipynb #1aa8c005
-def _by_prompt(trajectories: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for i, t in enumerate(trajectories):
-        groups.setdefault(plain(t.get("prompt") or t.get("group_id") or i)[:4000], []).append(t)
+Run = list[Mapping[str, Any]]  # the trajectories of one rollout
+
+
+def _by_prompt(trajectories: Iterable[Mapping[str, Any]]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for i, run in enumerate(runs_of(trajectories)):
+        groups.setdefault(plain(asked_of(run[0]) or run[0].get("prompt") or run[0].get("group_id") or i)[:4000], []).append(run)
     return groups
 
 
@@ -290,23 +315,31 @@ def samples_html(
         return muted("No rollouts were stored.")
     steps = sorted({min(files), max(files)})
     sides = [_by_prompt(map(record, read_jsonl(files[s], most=512, budget=32 << 20))) for s in steps]
-    same = [p for p in sides[0] if all(p in side for side in sides)]
-    pieces = Pieces(tokenizer)
-    if len(same) >= min(prompts, *(len(s) for s in sides)):
-        rows = [[side[p][:answers] for side in sides] for p in same[:prompts]]
+    same = [p for p in sides[0] if all(p in side for side in sides)][:prompts]
+    if same:
+        rows = [[side[p][:answers] for side in sides] for p in same]
     else:
         rows = [[g[:answers] for g in groups] for groups in zip(*([*side.values()][:prompts] for side in sides))]
-    shared = rows and all(r[0][0].get("prompt") == r[-1][0].get("prompt") for r in rows)
-    rewards = [x for row in rows for side in row for t in side if (x := reward_of(t)) is not None]
+    names = [f"after step {s:,}" if what.startswith("held") else f"step {s:,}" for s in steps]
+    return join(_samples_head(rows, what, not same), el("div", [el("div", n, cls="nx-m") for n in names], cls="nx-cols nx-names"), _rows_html(rows, names, Pieces(tokenizer), bool(same)))
+
+
+def _samples_head(rows: Sequence[Sequence[Sequence[Run]]], what: str, differ: bool) -> Html:
+    talks = any(turn is not None for row in rows for side in row for run in side for t in run for _, turn in said_in(t))
+    said = [count(len(rows), what), " of each step; none is in both. " if differ else ". ", "A bar stands beside what the model drew; what it read is grey. " if talks else ""]
+    return el("p", muted("The first ", said), legend_html())
+
+
+def _rows_html(rows: Sequence[Sequence[Sequence[Run]]], names: Sequence[str], pieces: Pieces, same: bool) -> Html:
+    """A block a prompt, a column a step."""
+    rewards = [x for row in rows for side in row for run in side if (x := reward_of(run[0])) is not None]
     scale = min([0.0, *rewards]), max([1.0, *rewards])
-    named = el("div", [el("div", f"after step {s:,}" if what.startswith("held") else f"step {s:,}", cls="nx-m") for s in steps], cls="nx-cols")
-    blocks = [el("div", prompt_html(r[0][0], pieces, 400) if shared else None, el("div", [_side(side, pieces, scale, not shared) for side in r], cls="nx-cols"), cls="nx-pair") for r in rows]
-    return join(el("p", muted("The first ", count(len(rows), what), ". "), legend_html()), named, blocks)
+    return join(el("div", asked_html(r[0][0][0], pieces, 400) if same else None, el("div", [_side(side, n, pieces, scale, not same) for side, n in zip(r, names)], cls="nx-cols"), cls="nx-pair") for r in rows)
 
 
-def _side(answers: Sequence[Mapping[str, Any]], pieces: Pieces, scale: tuple[float, float], prompt: bool) -> Html:
-    shown = [el("div", reward_bar(reward_of(t), *scale), el("div", answer_html(t, pieces, "logprob", 160), style="flex:1;min-width:0"), cls="nx-said") for t in answers]
-    return el("div", prompt_html(answers[0], pieces, 400) if prompt else None, shown)
+def _side(runs: Sequence[Run], name: str, pieces: Pieces, scale: tuple[float, float], prompt: bool) -> Html:
+    shown = [el("div", reward_bar(reward_of(run[0]), *scale), el("div", run_html(run, pieces, "logprob", 160), style="flex:1 1 300px;min-width:0"), cls="nx-said") for run in runs]
+    return el("div", el("div", name, cls="nx-m nx-when"), asked_html(runs[0][0], pieces, 400) if prompt else None, shown)
 
 # %% ../../nbs/58_view.report.ipynb #7c359cd7
 _NOT_OK = re.compile(rb'"status":\s*"(failed|error|unscored)"')
@@ -336,13 +369,21 @@ def failures(
         if budget < size:
             return _most_frequent(found), len(files) - n
         budget -= size
-        for t in read_jsonl(path, budget=size + 1, only=_NOT_OK):
-            if t.get("status") in ("failed", "error", "unscored"):
-                cause = plain(t.get("error") or "no cause was recorded")
-                key = (t["status"], re.sub(r"\d+", "#", cause[:160]))
-                f = found.setdefault(key, Failure(t["status"], cause[:600], plain(t.get("prompt") or "")[:200], step, step))
-                f.count, f.first, f.last = f.count + 1, min(f.first, step), max(f.last, step)
+        for t in _first_of_each(t for t in read_jsonl(path, budget=size + 1, only=_NOT_OK) if t.get("status") in ("failed", "error", "unscored")):
+            cause = plain(t.get("error") or "no cause was recorded")
+            key = (t["status"], re.sub(r"\d+", "#", cause[:160]))
+            f = found.setdefault(key, Failure(t["status"], cause[:600], plain(asked_of(t) or t.get("prompt") or "")[:200], step, step))
+            f.count, f.first, f.last = f.count + 1, min(f.first, step), max(f.last, step)
     return _most_frequent(found), 0
+
+
+def _first_of_each(trajectories: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One trajectory of each rollout."""
+    seen = set()
+    for i, t in enumerate(trajectories):
+        if (key := run_key(t, i)) not in seen:
+            seen.add(key)
+            yield t
 
 
 def _most_frequent(found: Mapping[Any, Failure]) -> list[Failure]:
@@ -392,9 +433,10 @@ _PAGE_STYLE = """
 .nx.nx section{border-top:1px solid var(--nx-l);padding:24px 0 8px;margin-top:28px}.nx.nx p{margin:0 0 8px}.nx.nx .say{font-size:16px}
 .nx.nx .nx-verdict{font-size:56px;line-height:1.15;font-weight:600;letter-spacing:-.035em;font-variant-numeric:tabular-nums;margin:14px 0 4px}.nx.nx .nx-verdict .arrow{color:var(--nx-m);font-weight:300;margin:0 .28em}
 .nx.nx .nx-tiles{margin:18px 0 0}.nx.nx .nx-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,440px),1fr));gap:26px 36px;margin:0 0 18px}
-.nx.nx .nx-pair{border-top:1px solid var(--nx-f);padding:12px 0}.nx.nx .nx-pair .nx-q{color:var(--nx-m);margin:0 0 4px}.nx.nx .nx-said{display:flex;gap:14px;align-items:baseline;margin:0 0 4px}
+.nx.nx .nx-pair{border-top:1px solid var(--nx-f);padding:12px 0}.nx.nx .nx-pair>.nx-q,.nx.nx .nx-cols>div>.nx-q{color:var(--nx-m);margin:0 0 4px}.nx.nx .nx-said{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline;margin:0 0 4px}
 .nx.nx nav{display:flex;flex-wrap:wrap;gap:4px 18px;margin:22px 0 0;font-size:13px}.nx.nx nav a{color:var(--nx-a);text-decoration:none}.nx.nx nav a:hover{text-decoration:underline}
-@media (max-width:640px){.nx.nx{padding:24px 16px}.nx.nx .nx-verdict{font-size:40px}.nx.nx .nx-cols{gap:6px 12px}}
+.nx.nx .nx-when{display:none}
+@media (max-width:640px){.nx.nx{padding:24px 16px}.nx.nx .nx-verdict{font-size:40px}.nx.nx .nx-cols{grid-template-columns:minmax(0,1fr)}.nx.nx .nx-names{display:none}.nx.nx .nx-when{display:block;font-size:12px}}
 @media print{.nx.nx{padding:0;max-width:none}.nx.nx section{break-inside:avoid-page}.nx.nx details{display:none}}
 """
 
