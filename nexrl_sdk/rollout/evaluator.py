@@ -21,12 +21,12 @@ from types import ModuleType
 from typing import Any, Self
 
 from .code import load_object
-from ..types import ConfigError, EvaluatorError, nearest
+from ..types import ConfigError, EvaluatorError, Interrupted, nearest
 
 # %% auto #0
 __all__ = ['Reward', 'RESULT_KEYS', 'LARGEST', 'BaseEvaluationTarget', 'NexAUEvaluationTarget', 'EvaluationRunResult',
-           'made_with', 'Evaluator', 'FunctionEvaluator', 'name_of', 'as_result', 'as_evaluator', 'reward',
-           'WeightedRewards', 'Score', 'score', 'own_row', 'within']
+           'made_with', 'Evaluator', 'FunctionEvaluator', 'name_of', 'exact_text', 'as_result', 'as_evaluator',
+           'reward', 'WeightedRewards', 'own_copy', 'own_row', 'Score', 'score', 'of_main_thread', 'within']
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #7551ebb1
 @dataclass
@@ -133,6 +133,13 @@ def _swapped(first: inspect.Parameter, second: inspect.Parameter) -> bool:
     return text_first or (first.name in _ANSWER_NAMES and second.name in _ROW_NAMES)
 
 
+def exact_text(
+    value: Any,
+) -> str:  # no subclass of it, whose methods would run later and elsewhere
+    """What `str` says of a value."""
+    return str.__str__(value if isinstance(value, str) else str(value))
+
+
 def as_result(
     value: Any,  # what an evaluator returned
 ) -> EvaluationRunResult:
@@ -150,7 +157,7 @@ def _from_mapping(value: Mapping[str, Any]) -> EvaluationRunResult:
     if "reward" not in value:
         raise EvaluatorError(f"the evaluator returned a dictionary without 'reward'{nearest('reward', [str(k) for k in value])}")
     known = {k: value[k] for k in RESULT_KEYS if k in value}
-    others = {str(k): v for k, v in value.items() if k not in RESULT_KEYS}
+    others = {exact_text(k): v for k, v in value.items() if k not in RESULT_KEYS}
     return EvaluationRunResult(**{**known, "metrics": {**others, **(known.get("metrics") or {})}})
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #fe1a9024
@@ -260,11 +267,61 @@ def _number(what: str, value: Any) -> float:
         shown = repr(value)
         hint = "; convert it with float()" if isinstance(value, str) else ""
         raise EvaluatorError(f"{what} must be a number, not {type(value).__name__} {shown[:80]}{'…' if len(shown) > 80 else ''}{hint}")
-    if not math.isfinite(value):
-        raise EvaluatorError(f"{what} must be finite, not {float(value)}; None is for an answer that cannot be scored")
-    if abs(float(value)) > LARGEST:
+    number = float(value)  # once: a class of the user's may answer anything, also something else each time
+    if not math.isfinite(number):
+        raise EvaluatorError(f"{what} must be finite, not {number}; None is for an answer that cannot be scored")
+    if abs(number) > LARGEST:
         raise EvaluatorError(f"{what} must be between -{LARGEST:g} and {LARGEST:g}, or means and gradients overflow; scale it down")
-    return float(value)
+    return number
+
+# %% ../../nbs/41_rollout.evaluator.ipynb #1bc3a601
+_FIXED = (str, int, float, bool, bytes, complex, type(None))
+
+
+def own_copy(
+    value: Any,
+    _copies: dict[int, Any] | None = None,
+) -> Any:  # equal to it
+    """A value that may be changed without changing the given one, as far as it can be copied."""
+    if type(value) in _FIXED:
+        return value
+    copies = {} if _copies is None else _copies
+    if id(value) not in copies:
+        if type(value) is dict:
+            copies[id(value)] = made = {}
+            made.update({k: own_copy(v, copies) for k, v in value.items()})
+        elif type(value) is list:
+            copies[id(value)] = some = list[Any]()
+            some.extend([own_copy(v, copies) for v in value])
+        else:
+            copies[id(value)] = _deep_copy(value)
+    return copies[id(value)]
+
+
+def _deep_copy(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever a value raises that cannot be copied
+        return value
+
+
+def own_row(
+    row: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A row that a user's code may change: the group's other answers are judged by the same one."""
+    try:
+        return own_copy(dict(row))
+    except RecursionError:  # nested deeper than anybody reads
+        return dict(row)
+
+
+def _own_target(target: BaseEvaluationTarget) -> BaseEvaluationTarget:
+    try:
+        found = copy.copy(target)
+        found.observation = own_copy(target.observation)
+    except Exception:  # noqa: BLE001 - a class of the user's own may not be copied or changed
+        return target
+    return found
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #304a927d
 @dataclass(frozen=True)
@@ -293,36 +350,43 @@ def score(
     target: BaseEvaluationTarget | str,  # the answer
     timeout: float | None = None,  # seconds; None waits for ever
 ) -> Score:
-    """Judge one answer; never raises but for Ctrl-C."""
+    """Judge one answer; never raises but for Ctrl-C, which reaches the main thread alone, and Interrupted."""
     judged = target if isinstance(target, BaseEvaluationTarget) else BaseEvaluationTarget(target)
     try:
-        result = within(timeout, lambda: evaluator.evaluate(own_row(row), judged))
-        return _score_of(as_result(result))
-    except EvaluatorError as e:
-        return Score("error", error=_said(e), traceback=_trace(e))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
-        return Score("error", error=f"the evaluator raised {type(e).__name__}: {_said(e)}".removesuffix(": ") + _where(e), traceback=_trace(e))
+        return within(timeout, lambda: _scored(evaluator, row, judged))
+    except Exception as e:  # noqa: BLE001 - it took too long, or there are no more threads
+        return _failure(e)
 
 
-def own_row(
-    row: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A row that a user's code may change: the group's other answers are judged by the same one."""
-    if all(v is None or type(v) in (str, int, float, bool, bytes) for v in row.values()):
-        return dict(row)
+def _scored(evaluator: Evaluator, row: Mapping[str, Any], judged: BaseEvaluationTarget) -> Score:
+    """Ask, check the answer, and put in words what went wrong: all of it in the evaluator's thread."""
     try:
-        return copy.deepcopy(dict(row))
-    except Exception:  # noqa: BLE001 - whatever a value raises that cannot be copied
-        return dict(row)
+        return _score_of(as_result(evaluator.evaluate(own_row(row), _own_target(judged))))
+    except BaseException as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
+        if of_main_thread(e):
+            raise
+        return _failure(e)
+
+
+def _failure(error: BaseException) -> Score:
+    said = _said(error) if isinstance(error, EvaluatorError) else f"the evaluator raised {type(error).__name__}: {_said(error)}".removesuffix(": ") + _where(error)
+    return Score("error", error=said, traceback=_trace(error))
+
+# %% ../../nbs/41_rollout.evaluator.ipynb #5bf1ed03
+def of_main_thread(
+    error: BaseException,
+) -> bool:
+    """Whether it is no failure of the user's code: Ctrl-C, which reaches the main thread alone, or the run's own Interrupted."""
+    return isinstance(error, Interrupted) or (isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread())
 
 
 def _said(error: BaseException) -> str:
     """An exception's message, its beginning where it is long."""
     try:
-        text = str(error)
-    except Exception as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
+        text = exact_text(error)
+    except BaseException as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
+        if of_main_thread(e):
+            raise
         return f"(its message cannot be read: {type(e).__name__})"
     return text if len(text) <= 2000 else f"{text[:2000]}… ({len(text) - 2000} more characters)"
 
@@ -335,15 +399,19 @@ def _where(error: BaseException) -> str:
 
 def _trace(error: BaseException) -> str:
     """The traceback, its end where it is long."""
-    return "".join(tb.format_exception(error))[-8000:]
+    try:
+        return "".join(tb.format_exception(error))[-8000:]
+    except Exception as e:  # noqa: BLE001 - a chain of causes may be too long, or one may not be able to say what it is
+        return f"(the traceback cannot be written: {type(e).__name__})\n" + "".join(tb.format_tb(error.__traceback__))[-8000:]
 
-
+# %% ../../nbs/41_rollout.evaluator.ipynb #a24f5de6
 def _score_of(result: EvaluationRunResult) -> Score:
     metrics, dropped = _finite_metrics(result.metrics)
     extra = {**dict(result.extra_info or {}), **({"dropped_metrics": dropped} if dropped else {})}
+    truth = exact_text(result.ground_truth) if isinstance(result.ground_truth, str) else result.ground_truth
     if result.reward is None:
-        return Score("unscored", None, result.ground_truth, metrics, extra, "the evaluator returned no reward")
-    return Score("ok", _number("the reward", result.reward), result.ground_truth, metrics, extra)
+        return Score("unscored", None, truth, metrics, extra, "the evaluator returned no reward")
+    return Score("ok", _number("the reward", result.reward), truth, metrics, extra)
 
 
 def _finite_metrics(metrics: Any) -> tuple[dict[str, float], dict[str, str]]:
@@ -353,10 +421,11 @@ def _finite_metrics(metrics: Any) -> tuple[dict[str, float], dict[str, str]]:
     dropped: dict[str, str] = {}
     for name, value in metrics.items():
         plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
-        if plain is None or (isinstance(plain, (numbers.Real, Decimal)) and not math.isfinite(plain)):
-            dropped[str(name)] = repr(plain)
+        plain = float(plain) if isinstance(plain, (numbers.Real, Decimal)) else plain
+        if plain is None or (type(plain) is float and not math.isfinite(plain)):
+            dropped[exact_text(name)] = repr(plain)
         else:
-            kept[str(name)] = _number(f"the metric {name!r}", plain)
+            kept[exact_text(name)] = _number(f"the metric {name!r}", plain)
     return kept, dropped
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #9f1f8ce5
@@ -364,7 +433,7 @@ def within(
     timeout: float | None,  # seconds; None: called right here
     function: Callable[[], Any],
 ) -> Any:  # what it returns
-    """Call a function and wait no longer than this; EvaluatorError after that."""
+    """Call a function and wait no longer than this; EvaluatorError after that, and where it raises what would look like Ctrl-C."""
     if timeout is None:
         return function()
     done: dict[str, Any] = {}
@@ -380,6 +449,9 @@ def within(
     thread.join(timeout)
     if thread.is_alive():
         raise EvaluatorError(f"the evaluator took longer than {timeout:g} s (eval_timeout) and was given up")
-    if "error" in done:
-        raise done["error"]
+    error = done.get("error")
+    if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
+        raise EvaluatorError("the evaluator raised KeyboardInterrupt") from error
+    if error is not None:
+        raise error
     return done["value"]

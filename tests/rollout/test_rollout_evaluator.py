@@ -16,7 +16,7 @@ import torch
 
 from nexrl_sdk.rollout import evaluator as module
 from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, WeightedRewards, as_evaluator, reward, score, within
-from nexrl_sdk.types import ConfigError
+from nexrl_sdk.types import ConfigError, EvaluatorError, Interrupted
 
 ROW = {"answer": "4"}
 
@@ -255,3 +255,137 @@ def test_evaluators_of_the_users_guide_run():
         assert all(type(v) is float for v in s.metrics.values())
         seen.add(name)
     assert seen == set(answers)
+
+
+class Evil(float):
+    """A number that is NaN once it is asked."""
+
+    def __float__(self):
+        return math.nan
+
+
+class HalfFraction(Fraction):
+    def __float__(self):
+        return math.inf
+
+
+@pytest.mark.parametrize("value", [Evil(1.0), HalfFraction(1, 2)])
+def test_a_number_is_what_float_says_of_it(value):
+    assert "must be finite" in score(returning(value), ROW, "4").error
+    s = score(returning({"reward": 1, "odd": value}), ROW, "4")
+    assert s.status == "ok" and s.metrics == {} and list(s.extra_info["dropped_metrics"]) == ["odd"]
+    assert "must be finite" in score(WeightedRewards([lambda row, answer: value]), ROW, "4").error
+
+
+def speechless(raised):
+    class Speechless(Exception):
+        def __str__(self):
+            raise raised
+
+    return Speechless()
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("timeout", [None, 30])
+@pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit(), KeyboardInterrupt()])
+def test_an_exception_that_cannot_say_what_it_is_costs_only_its_own_answer(raised, timeout):
+    error = speechless(raised)
+
+    def reward_(row, answer):
+        raise error
+
+    def exit_(row, answer):
+        raise type("Odd", (EvaluatorError,), {"__str__": type(error).__str__})("x")
+
+    for f, expected in ((reward_, f"the evaluator raised Speechless: (its message cannot be read: {type(raised).__name__})"), (exit_, f"(its message cannot be read: {type(raised).__name__})")):
+        s = in_a_thread(lambda f=f: score(as_evaluator(f), ROW, "4", timeout))
+        assert s.status == "error" and s.error.startswith(expected) and type(s.error) is str and type(s.traceback) is str
+    if not isinstance(raised, KeyboardInterrupt) or timeout:
+        assert score(as_evaluator(reward_), ROW, "4", timeout).status == "error"  # in the main thread too
+
+
+@pytest.mark.timeout(60)
+def test_only_the_main_threads_interrupt_is_ctrl_c():
+    def interrupt(row, answer):
+        raise KeyboardInterrupt
+
+    def interrupted(row, answer):
+        raise Interrupted("the stop flag was set")
+
+    assert "the evaluator raised KeyboardInterrupt (at " in in_a_thread(lambda: score(as_evaluator(interrupt), ROW, "4")).error
+    assert "the evaluator raised KeyboardInterrupt (at " in score(as_evaluator(interrupt), ROW, "4", timeout=30).error
+    with pytest.raises(EvaluatorError, match="KeyboardInterrupt"):
+        within(30, lambda: interrupt({}, ""))
+    for timeout in (None, 30):
+        with pytest.raises(Interrupted):
+            score(as_evaluator(interrupted), ROW, "4", timeout)
+
+
+@pytest.mark.timeout(60)
+def test_words_are_found_under_the_evaluators_limit():
+    release = threading.Event()
+
+    class Slow(Exception):
+        def __str__(self):
+            release.wait(50)
+            return "late"
+
+    class Text(str):
+        def __len__(self):
+            raise SystemExit
+
+        __getitem__ = __str__ = __len__  # type: ignore[assignment]
+
+    class Said(Exception):
+        def __str__(self):
+            return str.__new__(Text, "said")
+
+    def slow(row, answer):
+        raise Slow
+
+    def said(row, answer):
+        raise Said
+
+    assert "took longer than 0.1 s" in score(as_evaluator(slow), ROW, "4", timeout=0.1).error
+    release.set()
+    s = score(as_evaluator(said), ROW, "4")
+    assert s.status == "error" and "Said: said (at " in s.error and type(s.error) is str
+    s = score(returning({"reward": 1, "ground_truth": Text("t"), Text("m"): 2.0}), ROW, "4")
+    assert s.status == "ok" and type(s.ground_truth) is str and [type(k) for k in s.metrics] == [str]
+
+
+def test_what_an_evaluator_writes_is_seen_by_nobody_else():
+    class Writes(Evaluator):
+        def evaluate(self, data, evaluation_target):
+            seen.append((repr(data["nested"]), repr(evaluation_target)))
+            data["nested"]["x"].append("leak")
+            data["array"][0] = 7
+            data["pair"][1].append(9)
+            evaluation_target.observation[0]["trace"].clear()
+            evaluation_target.final_answer = "hacked"
+            return EvaluationRunResult(float(data["lock"] is lock and data["again"] is data["nested"]))
+
+    seen: list = []
+    lock, nested = threading.Lock(), {"x": []}
+    row = {"nested": nested, "again": nested, "array": np.zeros(2), "pair": (1, []), "lock": lock}
+    target = NexAUEvaluationTarget("right", [{"trace": {"a": 1}}])
+    assert [score(Writes(), row, target).reward for _ in range(2)] == [1.0, 1.0]
+    assert seen[0] == seen[1] and row["nested"] == {"x": []} and row["array"][0] == 0 and row["pair"] == (1, []) and target == NexAUEvaluationTarget("right", [{"trace": {"a": 1}}])
+
+
+def test_rows_that_cannot_be_copied_are_given_as_they_are():
+    ring: dict = {}
+    ring["ring"] = ring
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    s = score(as_evaluator(lambda row, answer: row["ring"]["ring"]["ring"] is row["ring"]["ring"]), {"ring": ring}, "4")
+    assert s.reward == 1.0 and score(as_evaluator(lambda row, answer: row["deep"] is deep), {"deep": deep}, "4").reward == 1.0
