@@ -527,6 +527,15 @@ def _agent_function(found: Any, reference: str) -> Callable[..., Any]:
     return found
 
 
+def _a_class(found: Any, key: str) -> Any:
+    """What a recipe names as a class; an object or a function is none."""
+    if isinstance(found, type):
+        return found
+    made = f"; give its class, {type(found).__name__}" if hasattr(found, "__dict__") and not callable(found) else ""
+    agent = "; an agent that is a function is called in run_agent of a worker: class W(AgentRolloutWorker), def run_agent(self, task)" if callable(found) and "worker" in key else ""
+    raise ConfigError(f"{key}: a class is wanted, not the {type(found).__name__} {getattr(found, '__name__', '')}".rstrip() + made + agent)
+
+
 def _beside(path: Path) -> str:
     """The nearest name in the folder of one that is not there."""
     return nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
@@ -613,11 +622,11 @@ class Parts(Identity):
         """The trainer or worker class of the user's own."""
         section, name = {"trainer_class": ("trainer", "custom_trainer"), "worker_class": ("rollout_worker", "custom_rollout_worker")}[role]
         if role in self.live:
-            return self.live[role]
+            return _a_class(self.live[role], role)
         module, cls = self.config[section][f"{name}_module_path"], self.config[section][f"{name}_class_name"]
         if bool(module) != bool(cls):
             raise ConfigError(f"{section}.{name}_module_path and {name}_class_name belong together; {'the class name' if module else 'the module path'} is missing")
-        return self.load_reference(f"{module}:{cls}", f"{section}.{name}_module_path") if module else None
+        return _a_class(self.load_reference(f"{module}:{cls}", f"{section}.{name}_module_path"), f"{section}.{name}_module_path") if module else None
 
     def trainer_class(self) -> Any:
         """The trainer class of the user's own; None where there is none."""
