@@ -22,11 +22,11 @@ from nexrl_sdk.view.html import (
 # %% auto #0
 __all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'MESSAGES', 'CALLS', 'STATUS_TONES', 'PIECES', 'AGENT',
            'SPANS', 'TILES', 'Pieces', 'surprise', 'legend_html', 'tokens_html', 'strip_html', 'column', 'record',
-           'reward_bar', 'short', 'said_in', 'turns_html', 'reward_of', 'advantage_of', 'leanings', 'group_key',
-           'run_key', 'runs_of', 'prompt_html', 'asked_html', 'asked_of', 'answer_html', 'run_html', 'agent_numbers',
-           'groups_table', 'rollouts_html', 'trace_html', 'trajectory_html', 'completion_html', 'datum_html',
-           'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line', 'still', 'whole',
-           'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
+           'reward_bar', 'short', 'said_in', 'turns_html', 'status_of', 'reward_of', 'advantage_of', 'leanings',
+           'group_key', 'run_key', 'runs_of', 'prompt_html', 'asked_html', 'asked_of', 'answer_html', 'run_html',
+           'agent_numbers', 'groups_table', 'rollouts_html', 'trace_html', 'trajectory_html', 'completion_html',
+           'datum_html', 'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line', 'still',
+           'whole', 'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
 
 # %% ../../nbs/56_view.rollouts.ipynb #b71fd15e
 class Pieces:
@@ -240,7 +240,7 @@ def column(
     """Values of the tokens of a sequence."""
     try:
         found = np.asarray(() if values is None or isinstance(values, (str, bytes, Mapping)) else values, dtype=float)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError, MemoryError):
         found = np.zeros(0)
     return found if found.ndim == 1 else np.zeros(0)
 
@@ -394,9 +394,14 @@ def _as_json(value: object) -> str:
 STATUS_TONES = {"failed": "bad", "error": "bad", "unscored": "warn"}
 
 
+def status_of(trajectory: Mapping[str, Any]) -> str:  # "ok", one of STATUS_TONES, or what stands in its place
+    """How a rollout went."""
+    return plain(trajectory.get("status", "ok"))[:60]
+
+
 def reward_of(trajectory: Mapping[str, Any]) -> float | None:
     """The reward, where there is one that may be compared."""
-    return finite(trajectory.get("reward")) if trajectory.get("status", "ok") == "ok" else None
+    return finite(trajectory.get("reward")) if status_of(trajectory) == "ok" else None
 
 
 def advantage_of(trajectory: Mapping[str, Any]) -> float | None:
@@ -488,7 +493,7 @@ def prompt_html(
     given = t.get("prompt")
     if isinstance(given, str) and given:
         return el("div", clip(given, limit), cls="nx-q", dir="auto")
-    if given and not isinstance(given, str):
+    if not _nothing(given):
         return el("div", value_html(given, limit), cls="nx-q", dir="auto")
     tokens = t["tokens"]
     first = _first(t["loss_mask"], len(tokens))
@@ -526,9 +531,9 @@ def answer_html(
     asked: bool = False,  # with the message that it answers
 ) -> Html:
     """The answer's tokens in colour; without a tokenizer its messages or its text; the cause where it failed."""
-    status, tokens = t.get("status", "ok"), t["tokens"]
+    status, tokens = status_of(t), t["tokens"]
     first = _first(t["loss_mask"], len(tokens))
-    cause = el("div", chip(status, STATUS_TONES.get(plain(status), "bad")), " ", clip(t.get("error") or "no cause was recorded", 300)) if status != "ok" else None
+    cause = el("div", chip(status, STATUS_TONES.get(status, "bad")), " ", clip(_named(t.get("error"), "no cause was recorded"), 300)) if status != "ok" else None
     begin = next((i for i, (_, turn) in enumerate(said_in(t)) if turn is not None), None)
     if begin is not None and (pieces.tokenizer is None or asked):
         return join(cause, turns_html(t, pieces, by, limit, max(0, begin - asked), 16))
@@ -578,7 +583,7 @@ def agent_numbers(
 def _end(run: Sequence[Mapping[str, Any]]) -> Html:
     """How many tokens were drawn, and whether an answer was cut."""
     drawn = [int((t["loss_mask"] > 0).sum()) for t in run if len(t["loss_mask"])]
-    cut = chip("cut", "warn", "the answer reached max_tokens before it ended") if any(t.get("finish_reason") == "length" for t in run) else None
+    cut = chip("cut", "warn", "the answer reached max_tokens before it ended") if any(_named(t.get("finish_reason")) == "length" for t in run) else None
     return join(f"{sum(drawn):,}" if drawn else muted("–"), " " if cut else None, cut)
 
 
@@ -594,13 +599,13 @@ def _group_head(table_of: _Groups, key: object, members: Sequence[Any], columns:
     first = members[0][0]
     rewards = [r for run in members if (r := reward_of(run[0])) is not None]
     row = first["data"] if isinstance(first.get("data"), Mapping) else {}
-    truth = first.get("ground_truth") or row.get("answer", row.get("ground_truth"))
+    truth = next((v for v in (first.get("ground_truth"), row.get("answer"), row.get("ground_truth")) if not _nothing(v)), None)
     lost = len(members) - len(rewards)
     notes = [
         muted(f"mean {short(sum(rewards) / len(rewards))}") if rewards else None,
         chip("all equal", "", "every answer has the same reward, so the group teaches nothing") if len(rewards) > 1 and max(rewards) - min(rewards) < 1e-12 else None,
         chip(f"{lost} without a reward", "warn") if lost else None,
-        muted("expected ", clip(truth, 80)) if truth not in (None, "") else None,
+        muted("expected ", clip(truth, 80)) if truth is not None else None,
     ]
     line = el("div", muted(clip(key, 40)), notes, cls="nx-h", style="margin:4px 0 0;font-size:12px")
     return el("tr", el("td", asked_html(first, table_of.pieces, 600), line, colspan=columns), cls="nx-g")
@@ -665,12 +670,12 @@ def _rollouts_head(rollouts: Any, by: str) -> Html:
     runs = [run[0] for run in runs_of(every)]
     rewards = [r for t in runs if (r := reward_of(t)) is not None]
     prompts = len({group_key(t, i) for i, t in enumerate(every)})
-    causes = {s: n for s in STATUS_TONES if (n := sum(1 for t in runs if t.get("status", "ok") == s))}
+    causes = {s: n for s in STATUS_TONES if (n := sum(1 for t in runs if status_of(t) == s))}
     beside = [
         muted(f"{count(len(runs), 'answer')} to {count(prompts, 'prompt')}" + (f", in {len(every):,} pieces" if len(every) > len(runs) else "")) if every else None,
         muted(f"mean reward {short(sum(rewards) / len(rewards))}") if rewards else None,
         [chip(f"{n:,} {s}", STATUS_TONES[s]) for s, n in causes.items()],
-        chip("held out") if every and all(t.get("is_val") for t in every) else None,
+        chip("held out") if every and all(_yes(t.get("is_val")) for t in every) else None,
         el("span", legend_html(by), cls="nx-end"),
     ]
     return heading("Rollouts", *beside)
@@ -743,7 +748,7 @@ def trajectory_html(
     if any(turn is not None for _, turn in said_in(t)):
         body = turns_html(t, pieces, by, limit)
     elif pieces.tokenizer is None and isinstance(t.get("response"), str):
-        body = join(el("div", muted(clip(plain(t.get("prompt") or ""), 2000)), cls="nx-q", dir="auto"), answer_html({**t, "status": "ok"}, pieces, by, limit))
+        body = join(el("div", muted(clip(_named(t.get("prompt"), ""), 2000)), cls="nx-q", dir="auto"), answer_html({**t, "status": "ok"}, pieces, by, limit))
     else:
         body = _flow_html(t, pieces, by, limit)
     return fragment(box(_trajectory_head(t, by), body, _fields_html(t)), style=TOKEN_STYLE)
@@ -761,19 +766,19 @@ def _flow_html(t: Mapping[str, Any], pieces: Pieces, by: str, limit: int) -> Htm
 
 
 def _trajectory_head(t: Mapping[str, Any], by: str) -> Html:
-    status, reward, advantage = t.get("status", "ok"), t.get("reward"), advantage_of(t)
+    status, reward, advantage = status_of(t), t.get("reward"), advantage_of(t)
     sampled = int((t["loss_mask"] > 0).sum())
     beside = [
-        chip(status, STATUS_TONES.get(plain(status), "bad"), t.get("error")) if status != "ok" else None,
-        muted("reward "), el("b", "–" if reward is None else number(reward), cls="nx-n"),
+        chip(status, STATUS_TONES.get(status, "bad"), t.get("error")) if status != "ok" else None,
+        muted("reward "), el("b", "–" if reward is None else number(reward)[:60], cls="nx-n"),
         (muted("advantage "), el("b", number(advantage), cls="nx-n")) if advantage is not None else None,
         muted(f"{count(len(t['tokens']), 'token')}, {sampled:,} sampled"),
         muted(", ".join(count(n, AGENT[k]) for k, n in did.items() if n or k != "tool_errors")) if (did := agent_numbers(t)) else None,
         chip(plain(t["agent_name"])[:60]) if not _nothing(t.get("agent_name")) else None,
-        chip("cut", "warn") if t.get("finish_reason") == "length" else None,
+        chip("cut", "warn") if _named(t.get("finish_reason")) == "length" else None,
         el("span", legend_html(by), cls="nx-end"),
     ]  # fmt: skip
-    cause = el("div", clip(t.get("error"), 1000), cls="nx-bad", style="margin:0 0 8px") if t.get("error") else None
+    cause = el("div", clip(t.get("error"), 1000), cls="nx-bad", style="margin:0 0 8px") if not _nothing(t.get("error")) else None
     return join(heading(f"Trajectory {plain(t['run_id'])}" if t.get("run_id") is not None else "Trajectory", *beside), cause)
 
 # %% ../../nbs/56_view.rollouts.ipynb #2cc6ac56
