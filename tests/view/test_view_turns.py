@@ -122,12 +122,11 @@ FIELDS = ["prompt", "data", "ground_truth", "error", "status", "run_id", "group_
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_fields_of_a_rollout_may_hold_what_a_table_gives(field: str) -> None:
-    for odd in ODD:
-        for value in (odd, [odd], {"x": odd}):
-            for more in ({}, {"status": "error"}):
-                t = {**talk(), **more, field: value}
-                check(str(r.trajectory_html(t, Bytes())), limit=200_000)
-                check(str(r.rollouts_html([t], Bytes())), limit=200_000)
+    for i, odd in enumerate(ODD):
+        for j, value in enumerate((odd, [odd], {"x": odd})):
+            t = {**talk(), **({"status": "error"} if (i + j) % 2 else {}), field: value}
+            check(str(r.trajectory_html(t, Bytes())), limit=200_000)
+            check(str(r.rollouts_html([t], Bytes())), limit=200_000)
 
 
 hostile = st.recursive(
