@@ -105,8 +105,8 @@ TOKEN_STYLE = (
     ".nx.nx .nx-talk{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 10px;align-items:baseline}.nx.nx .nx-talk>.w{font-size:12px;color:var(--nx-m)}"
     ".nx.nx .nx-talk>.s{border-left:2px solid transparent;padding-left:8px;min-width:0;overflow-wrap:anywhere}.nx.nx .nx-talk>.read .nx-q,.nx.nx .nx-talk>.read code{color:var(--nx-m)}"
     ".nx.nx .nx-talk>.drawn{border-left-color:var(--nx-a)}.nx.nx .nx-talk>.out{border-left:2px dashed var(--nx-w)}.nx.nx .nx-piece{margin:0 0 8px}.nx.nx .nx-tree{font-size:12.5px;width:auto}.nx.nx .nx-tree td{padding-right:28px}"
-    "@media (max-width:640px){.nx.nx .nx-cols{grid-template-columns:minmax(0,1fr)}.nx.nx .nx-groups>thead{display:none}.nx.nx .nx-groups>tbody>tr{display:flex;flex-wrap:wrap;align-items:baseline}.nx.nx .nx-groups>tbody>tr>td{border:0}"
-    ".nx.nx .nx-groups .nx-a{order:9;flex:1 0 100%;padding-bottom:10px}}"
+    "@media (max-width:640px){.nx.nx .nx-groups>thead{display:none}.nx.nx .nx-groups>tbody>tr{display:flex;flex-wrap:wrap;align-items:baseline}.nx.nx .nx-groups>tbody>tr>td{border:0}"
+    ".nx.nx .nx-groups .nx-a{order:9;flex:1 0 100%;padding-bottom:10px}.nx.nx .nx-groups td[title]::after{content:' ' attr(title);color:var(--nx-m);font-size:12px}}"
     ".nx.nx .nx-g td{padding-top:14px}.nx.nx tbody:first-of-type .nx-g td{padding-top:6px}.nx.nx .nx-q{font-family:var(--nx-mono);font-size:12.5px;line-height:1.55;white-space:pre-wrap;max-height:9.5em;overflow:auto;overflow-wrap:anywhere;unicode-bidi:isolate}"
     ".nx.nx .nx-bar{display:flex;gap:8px;align-items:center;white-space:nowrap}.nx.nx .nx-bar span{min-width:38px;text-align:right;font-variant-numeric:tabular-nums}.nx.nx .nx-bar svg{flex:none}"
     ".nx.nx .nx-cols{display:grid;grid-template-columns:1fr 1fr;gap:6px 24px}.nx.nx .nx-cols>div{min-width:0}"
@@ -450,7 +450,7 @@ def run_key(
     """What the pieces of one rollout share."""
     if trajectory.get("run_id") is None or trajectory.get("group_id") is None:
         return index
-    return tuple(plain(trajectory.get(k))[:200] for k in ("group_id", "run_id", "step", "is_val"))
+    return tuple(plain(trajectory.get(k))[:200] for k in ("group_id", "run_id", "step", "is_val", "status"))
 
 
 def runs_of(
@@ -903,7 +903,7 @@ def _sections(values: Mapping[str, Any]) -> Html:
     """One block a section."""
     top = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
     found = [("", top), *((k, flatten(v)) for k, v in values.items() if isinstance(v, Mapping))]
-    blocks = [(name, kept) for name, block in found if (kept := {k: v for k, v in block.items() if not _nothing(v)})]
+    blocks = [(name, kept) for name, block in found if (kept := {k: whole(v) for k, v in block.items() if not _nothing(v)})]
     return el("div", [el("div", el("div", el("b", clip(name or "run", 60))), pairs(block)) for name, block in blocks], cls="nx-grid")
 
 
