@@ -5,15 +5,17 @@
 # %% ../../nbs/41_rollout.evaluator.ipynb #c66772c4
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import numbers
 import threading
+import time
 import traceback as tb
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
@@ -26,7 +28,7 @@ from ..types import ConfigError, EvaluatorError, Interrupted, nearest
 # %% auto #0
 __all__ = ['Reward', 'RESULT_KEYS', 'LARGEST', 'BaseEvaluationTarget', 'NexAUEvaluationTarget', 'EvaluationRunResult',
            'made_with', 'Evaluator', 'FunctionEvaluator', 'name_of', 'exact_text', 'as_result', 'as_evaluator',
-           'reward', 'WeightedRewards', 'own_copy', 'own_row', 'Score', 'score', 'of_main_thread', 'within']
+           'reward', 'WeightedRewards', 'own_copy', 'own_row', 'Score', 'score', 'of_main_thread', 'waiting', 'within']
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #7551ebb1
 @dataclass
@@ -429,6 +431,34 @@ def _finite_metrics(metrics: Any) -> tuple[dict[str, float], dict[str, str]]:
     return kept, dropped
 
 # %% ../../nbs/41_rollout.evaluator.ipynb #9f1f8ce5
+_HERE = threading.local()  # with the watch of the evaluation that this thread does
+
+
+class _Watch:
+    """Seconds since it was made, without those that were spent waiting for others."""
+
+    def __init__(self) -> None:
+        self.began, self.waited, self.since = time.monotonic(), 0.0, math.inf  # since: when the wait under way began
+
+    def seconds(self) -> float:
+        return min(time.monotonic(), self.since) - self.began - self.waited
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """While an evaluation waits for its turn, which is no time of its own."""
+    watch = getattr(_HERE, "watch", None)
+    if watch is None or watch.since < math.inf:
+        yield
+        return
+    watch.since = time.monotonic()
+    try:
+        yield
+    finally:
+        watch.waited += time.monotonic() - watch.since
+        watch.since = math.inf
+
+# %% ../../nbs/41_rollout.evaluator.ipynb #93860d70
 def within(
     timeout: float | None,  # seconds; None: called right here
     function: Callable[[], Any],
@@ -437,8 +467,10 @@ def within(
     if timeout is None:
         return function()
     done: dict[str, Any] = {}
+    watch = _Watch()
 
     def run() -> None:
+        _HERE.watch = watch
         try:
             done["value"] = function()
         except BaseException as e:  # noqa: BLE001 - raised again in the caller's thread
@@ -446,7 +478,8 @@ def within(
 
     thread = threading.Thread(target=run, name="evaluator", daemon=True)
     thread.start()
-    thread.join(timeout)
+    while thread.is_alive() and (left := timeout - watch.seconds()) > 0:
+        thread.join(max(left, 0.02))
     if thread.is_alive():
         raise EvaluatorError(f"the evaluator took longer than {timeout:g} s (eval_timeout) and was given up")
     error = done.get("error")
