@@ -546,11 +546,20 @@ class Rollouts(UserList[Trajectory]):
 
         return rollouts_html(self, tokenizer=self.tokenizer)
 
+    def _whole(self) -> Rollouts:
+        """One trajectory of each rollout: an agent's may have left several."""
+        found: dict[Any, Trajectory] = {}
+        for i, t in enumerate(self.data):
+            found.setdefault(i if t.group_id is None or t.run_id is None else (t.group_id, t.run_id, t.get("step"), t.is_val, t.status), t)
+        return Rollouts(found.values(), self.tokenizer)
+
     def __repr__(self) -> str:
-        scored = self.rewards[~np.isnan(self.rewards)]
+        whole = self._whole()
+        scored = whole.rewards[~np.isnan(whole.rewards)]
         mean = f", mean reward {scored.mean():.3f}" if len(scored) else ""
-        others = {s: n for s in ("failed", "unscored", "error") if (n := len(self.filter(status=s)))}
-        return f"Rollouts({len(self)} in {len(self.groups())} groups{mean}{''.join(f', {n} {s}' for s, n in others.items())})"
+        others = {s: n for s in ("failed", "unscored", "error") if (n := len(whole.filter(status=s)))}
+        pieces = f", {len(self)} pieces" if len(self) > len(whole) else ""
+        return f"Rollouts({len(whole)} in {len(self.groups())} groups{pieces}{mean}{''.join(f', {n} {s}' for s, n in others.items())})"
 
     def _repr_pretty_(self, p: Any, cycle: bool) -> None:
         more = [f"… {len(self) - 8} more"] if len(self) > 8 else []

@@ -280,9 +280,9 @@ class Folder:
 
     def rollouts(
         self,
-        step: int,
+        step: int,  # counted from 1, as in metrics.jsonl; a trajectory's own `step` is how many steps were done when it was asked for
     ) -> Any:  # Rollouts
-        """What was sampled in a step."""
+        """What a step was trained on."""
         path = self.rollout_files.get(step)
         if path is None:
             raise RunFolderError(f"{self.folder} holds no rollouts of step {step}; it has {_spans(list(self.rollout_files)) or 'none'}")

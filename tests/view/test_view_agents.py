@@ -124,6 +124,7 @@ def test_pieces_are_pieces_of_one_rollout() -> None:
     assert "job*99" in head and "look it up" not in head
     assert page.text.count("look it up") == 3  # what the sub-agent was asked stands before its answer
     assert r.leanings([found[0], found[3]], known=False) == [0.5, -0.5]
+    assert repr(Rollouts(found)) == "Rollouts(3 in 1 groups, 9 pieces, mean reward 0.500, 1 error)" and repr(Rollouts(found[::3])) == "Rollouts(3 in 1 groups, mean reward 0.500, 1 error)"
     alone = check(str(r.rollouts_html([talk(run_id=None), talk(run_id=None)])))
     assert "2 answers to 1 prompt" in alone.text and "pieces" not in alone.text
     apart = check(str(r.rollouts_html([talk(step=1), talk(step=2)])))
@@ -245,4 +246,6 @@ def test_conversations_in_a_browser(browser: Any, tmp_path: Path, theme: str, wi
     page.set_content(str(r.rollouts_html(pieces())))
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("document.querySelector('.nx-groups .nx-a').clientWidth") >= 280
+    named = page.evaluate("getComputedStyle(document.querySelector('.nx-groups td[title=turns]'), '::after').content")
+    assert ("turns" in named) == (width < 640)  # where there is no heading, the numbers say what they are
     page.close()
