@@ -26,7 +26,7 @@ from ..types import BackendError, ConfigError, DataError, EvaluatorError, NexRLE
 __all__ = ['app', 'RecipePath', 'RunPath', 'Overrides', 'NoReport', 'TrainUrl', 'InferenceUrl', 'serve', 'Models', 'Host', 'Port',
            'Root', 'Dtype', 'Device', 'MaxLength', 'MaxBatch', 'MicroBatch', 'TrustCode', 'Body', 'Sessions', 'Silence',
            'Also', 'Alias', 'Stopped', 'stoppable', 'run', 'resume', 'validate', 'report', 'init', 'train',
-           'serve_tinker', 'serve_weaver', 'exit_code', 'message_for', 'main']
+           'serve_tinker', 'serve_weaver', 'serve_openai', 'exit_code', 'message_for', 'main']
 
 # %% ../../nbs/95_launch.cli.ipynb #33d4ab75
 app = typer.Typer(
@@ -42,6 +42,7 @@ app = typer.Typer(
     nexrl serve train               a training service for runs elsewhere
     nexrl serve tinker              Tinker's API on this machine, for its own client
     nexrl serve weaver              Weaver's API, likewise
+    nexrl serve openai my_task      a model for an agent of yours; every token is kept
 
 \b
 A recipe is a YAML file, or a folder with one. Any key can be changed for one run:
@@ -394,6 +395,85 @@ def serve_weaver(model: Models = None, host: Host = "127.0.0.1", port: Port = 80
     _serve_apis(["weaver", *["tinker"] * also_tinker], model, host, port, root, {}, max_body_mb, max_models, session_timeout, dtype=dtype, device=device, max_length=max_length, max_batch=max_batch, token_budget=micro_batch_tokens, trust_remote_code=trust_remote_code)
 
 
+@serve.command("openai", short_help="OpenAI's API: try an agent by hand, and keep every token.")
+def serve_openai(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe, whose model and sampling are taken; or --model.", show_default=False)] = None,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option("--model", help="A folder or a Hub id, in the place of a recipe.", show_default=False)] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where rollouts are kept: .jsonl or .parquet.")] = Path("captured.jsonl"),
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="New tokens of an answer. Default: the recipe's, or 512.", min=1, show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the recipe's, or 1.", min=0, show_default=False)] = None,
+) -> None:
+    """OpenAI's API in front of a model, for an agent that is run by hand: chat completions with tools and streaming, completions, models.
+
+    \b
+    Examples:
+        nexrl serve openai recipes/calculator
+        nexrl serve openai --model Qwen/Qwen2.5-0.5B-Instruct --out tried.jsonl
+
+    \b
+    Then, for an agent; each name in the place of "first" begins a session:
+        OPENAI_BASE_URL=http://127.0.0.1:8000/session/first/v1 OPENAI_API_KEY=local python my_agent.py
+
+    \b
+    What it sampled, token by token, while it runs and afterwards:
+        Rollouts.load("captured.jsonl")
+    """
+    from dataclasses import replace
+
+    from nexrl_sdk.serve.api import check_serving
+    from nexrl_sdk.serve.openai import CaptureProxy
+    from nexrl_sdk.serve.record import Record, check_record
+
+    key = check_serving(["openai"], host, os.environ.get("NEXRL_API_KEY"))
+    _check_port(host, port)
+    check_record(out)
+    with _one_interrupt(), _model_for_agents(recipe, overrides or [], model) as (backend, sampling, options):
+        given = {k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None}
+        with CaptureProxy(backend, host=host, port=port, key=key, sampling=replace(sampling, **given), named=options) as proxy, _ends() as stop:
+            _say(f"serving on {proxy.url}, keeping every token in {_relative(out)}\n  export OPENAI_BASE_URL={proxy.url}/session/first/v1 OPENAI_API_KEY={'$NEXRL_API_KEY' if key else 'local'}")
+            Record(proxy, out).watch(stop, lambda sessions, answers: _say(f"{answers} answers in {sessions} session{'s' * (sessions != 1)}"))
+            _say("ended")
+
+
+@contextlib.contextmanager
+def _model_for_agents(recipe: Path | None, overrides: list[str], model: str | None) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """A backend, its sampling parameters, and options of sessions."""
+    from nexrl_sdk.backend.local import LocalBackend
+    from nexrl_sdk.backend.self_hosted import make_backend
+    from nexrl_sdk.recipe.config import Recipe
+    from nexrl_sdk.types import SamplingParams
+
+    if (recipe is None) == (model is None):
+        raise ConfigError("name a recipe, or a model with --model NAME" + ("" if recipe is None else ", and not both"))
+    if recipe is None:
+        _say(f"loading {model}")
+        with LocalBackend(str(model)) as backend:
+            yield backend, SamplingParams(max_tokens=512), {}
+        return
+    loaded = Recipe.load(recipe, overrides)
+    w = loaded.config.rollout_worker
+    with make_backend(loaded, progress=_say) as made:
+        yield made, loaded.sampling(), {"template_kwargs": dict(w.template_kwargs), "format": w.tool_format}
+
+
+@contextlib.contextmanager
+def _ends() -> Iterator[threading.Event]:
+    """An event that is set by Ctrl-C and by TERM."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign and option == "--model":  # a Hub id, or a folder, under its own name
@@ -435,6 +515,11 @@ def _check_place(root: str, host: str, port: int) -> None:
         raise ConfigError(f"--root {root} is no folder that can be written: {e.strerror or e}") from None
     if not os.access(place, os.W_OK):
         raise ConfigError(f"--root {root} is no folder that can be written")
+    _check_port(host, port)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Find out before a model is loaded whether the port is free."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass

@@ -34,8 +34,9 @@ from ..tokens.render import _encode_behind, render_prompt
 from ..types import BackendError, ConfigError, ContextOverflowError, DataError, Interrupted, SamplingParams, Trajectory
 
 # %% auto #0
-__all__ = ['KEPT', 'DEPTH', 'MEMORY', 'FLYING', 'Flight', 'Flights', 'ProxySession', 'answer_chat', 'answer_text', 'continuation',
-           'check_depth', 'told', 'Places', 'OpenAIDoor', 'CaptureProxy', 'create_proxy_app', 'ProxyAgent', 'proxied']
+__all__ = ['KEPT', 'DEPTH', 'MEMORY', 'FLYING', 'NAMED', 'Flight', 'Flights', 'ProxySession', 'answer_chat', 'answer_text',
+           'continuation', 'check_depth', 'told', 'Places', 'OpenAIDoor', 'CaptureProxy', 'create_proxy_app',
+           'ProxyAgent', 'proxied']
 
 # %% ../../nbs/85_serve.openai.ipynb #b17b9681
 KEPT = 120.0  # seconds for which a repetition finds the first one's answer
@@ -130,8 +131,9 @@ class ProxySession:
         key: str | None = None,  # of the proxy
         leave: Callable[[str], None] = lambda ident: None,  # called when it closes
         owned: bool = True,  # whether the session closes with it
+        ident: str | None = None,  # its name in the address; None: one that cannot be guessed
     ):
-        self.session, self.id = session, secrets.token_urlsafe(24)
+        self.session, self.id = session, ident or secrets.token_urlsafe(24)
         self.url, self.api_key = f"{base}/session/{self.id}/v1", key or self.id
         self.flights = Flights(session)
         self.continued: list[tuple[Turn, str]] = []  # answers to texts, and the text up to their ends
@@ -287,12 +289,15 @@ def told(
 # %% ../../nbs/85_serve.openai.ipynb #d1a55926
 MEMORY = 1 << 30  # bytes of bodies that are read at one time
 FLYING = 8192  # requests at one time
+NAMED = 10_000  # sessions whose names agents chose
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 
 class Places:
     """The sessions by their names, those that have closed, and what their requests hold."""
 
     def __init__(self) -> None:
+        self.begin: Callable[[str], ProxySession] | None = None  # for a name that nobody gave; None: there is none but those that were given
         self.open: dict[str, ProxySession] = {}
         self.closed: OrderedDict[str, None] = OrderedDict()
         self.bytes = 0
@@ -316,9 +321,19 @@ class Places:
         place = self.open.get(ident)
         if place is None and ident in self.closed:
             raise OpenAIError("this session is over: its rollout has ended", 410, "session_closed")
+        if place is None and self.begin is not None:
+            return self._named(ident, self.begin)
         if place is None:
             raise OpenAIError("there is no such session here: the address is /session/ID/v1, with the ID that the trainer gave", 404, "session_not_found")
         return place
+
+    def _named(self, ident: str, begin: Callable[[str], ProxySession]) -> ProxySession:
+        """A session of a name that an agent chose."""
+        if not _NAME.fullmatch(ident):
+            raise OpenAIError("a session's name has 1 to 80 letters, digits, '.', '_' or '-': /session/NAME/v1", 404, "session_not_found")
+        if len(self.open) >= NAMED:
+            raise OpenAIError(f"{NAMED} sessions are open, and no more can begin here", 503, "busy")
+        return begin(ident)
 
     def reserve(self, size: int) -> None:
         """Count bytes that requests hold."""
@@ -504,6 +519,7 @@ class CaptureProxy:
         threads: int = 512,  # answers that are drawn at one time
         max_body: int = JSON_BODY,  # bytes of a request
         keep_alive: float = 10.0,  # seconds between signs of life in a stream
+        named: Mapping[str, Any] | None = None,  # options of Session for names that nobody gave, each of which begins one, as agents that are run by hand want it; None: none begins
     ):
         self.backend, self.host, self.port, self.key, self.address = backend, host, port, check_key(key), address
         if host not in LOOPBACK and self.key is None:
@@ -511,6 +527,9 @@ class CaptureProxy:
         self.sampling, self.template_kwargs = sampling, template_kwargs
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="nexrl-proxy")
         self.places = Places()
+        if named is not None:
+            self._check_backend()
+            self.places.begin = lambda ident: self._place(self._session(**named), True, ident)
         self._door = OpenAIDoor(self.places, self._pool, model=model, key=self.key, max_body=max_body, keep_alive=keep_alive)
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -549,16 +568,22 @@ class CaptureProxy:
         **options: Any,  # of Session: system, format, max_calls, max_prompt, cancel, meta, ...
     ) -> ProxySession:
         """A session with an address, for one rollout."""
+        self._check_backend()
+        return self._place(self._session(**options), True)
+
+    def _check_backend(self) -> None:
         if self.backend is None:
             raise ConfigError("this proxy has no backend, so that it cannot make sessions: give it one, or bring a session with attach()")
-        return self._place(Session(self.backend, **{"sampling": self.sampling, "template_kwargs": self.template_kwargs, **options}), True)
+
+    def _session(self, **options: Any) -> Session:
+        return Session(self.backend, **{"sampling": self.sampling, "template_kwargs": self.template_kwargs, **options})
 
     def attach(self, session: Session) -> ProxySession:
         """An address for a session, which outlives it."""
         return self._place(session, False)
 
-    def _place(self, session: Session, owned: bool) -> ProxySession:
-        place = ProxySession(session, self.start().url, self.key, self.places.leave, owned)
+    def _place(self, session: Session, owned: bool, ident: str | None = None) -> ProxySession:
+        place = ProxySession(session, self.start().url, self.key, self.places.leave, owned, ident)
         self.places.add(place)
         return place
 
@@ -569,9 +594,10 @@ class CaptureProxy:
         *,
         timeout: float | None = 600.0,  # seconds
         session: Mapping[str, Any] | None = None,  # options of Session
-        **common: Any,  # fields of every trajectory
+        **common: Any,  # fields of every trajectory, beside the row and the final answer
     ) -> tuple[str | None, list[Trajectory]]:
         """The final answer of an agent, and what it sampled; an AgentError holds that, too."""
+        common = {"data": dict(row), **common}
         place = self.session(**(session or {}))
         try:
             answer = run_function(agent, place.url, row, timeout=timeout, cancel=place.session.cancel)
@@ -580,7 +606,7 @@ class CaptureProxy:
             raise
         finally:
             place.close()
-        return answer, place.trajectories(**common)
+        return answer, place.trajectories(**({} if answer is None else {"final_answer": answer}), **common)
 
     def __enter__(self) -> Self:
         return self.start()

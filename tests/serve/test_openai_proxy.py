@@ -123,7 +123,7 @@ def test_functions_are_agents(proxies: Any) -> None:
             return str((await mine.chat.completions.create(model="m", messages=[{"role": "user", "content": row["question"]}])).choices[0].message.content)
 
     answer, found = proxy.rollout(agent, {"question": "Why?"}, group_id="g", run_id="1")
-    assert answer == "It is the answer." and found[0].group_id == "g"
+    assert answer == "It is the answer." == found[0]["final_answer"] and found[0].group_id == "g" and found[0].data == {"question": "Why?"}
     assert_exact(backend.drawn, found)
     assert not proxy.places.open
 
