@@ -22,11 +22,11 @@ from nexrl_sdk.view.html import (
 # %% auto #0
 __all__ = ['PROBABILITIES', 'COLOR_BY', 'TOKEN_STYLE', 'PER_TOKEN', 'MESSAGES', 'CALLS', 'STATUS_TONES', 'PIECES', 'AGENT',
            'SPANS', 'TILES', 'Pieces', 'surprise', 'legend_html', 'tokens_html', 'strip_html', 'column', 'record',
-           'reward_bar', 'short', 'said_in', 'turns_html', 'status_of', 'reward_of', 'advantage_of', 'leanings',
-           'group_key', 'run_key', 'runs_of', 'prompt_html', 'asked_html', 'asked_of', 'answer_html', 'run_html',
-           'agent_numbers', 'groups_table', 'rollouts_html', 'trace_html', 'trajectory_html', 'completion_html',
-           'datum_html', 'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html', 'recipe_line', 'still',
-           'whole', 'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
+           'reward_bar', 'short', 'whole', 'said_in', 'turns_html', 'status_of', 'reward_of', 'advantage_of',
+           'leanings', 'group_key', 'run_key', 'runs_of', 'prompt_html', 'asked_html', 'asked_of', 'answer_html',
+           'run_html', 'agent_numbers', 'groups_table', 'rollouts_html', 'trace_html', 'trajectory_html',
+           'completion_html', 'datum_html', 'batch_html', 'redact', 'flatten', 'recipe_sections', 'recipe_html',
+           'recipe_line', 'still', 'tiles_html', 'metrics_html', 'step_html', 'backend_html', 'trainer_html']
 
 # %% ../../nbs/56_view.rollouts.ipynb #b71fd15e
 class Pieces:
@@ -283,6 +283,13 @@ def reward_bar(
 def short(x: float) -> str:
     """A reward with two decimals."""
     return f"{x:.2f}".replace("-", "−") if abs(x) < 1000 else number(x)
+
+
+def whole(
+    value: Any,  # a number, or anything
+) -> Any:
+    """128 for 128.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
 
 # %% ../../nbs/56_view.rollouts.ipynb #1dfea514
 MESSAGES = 60  # of a conversation that are shown
@@ -958,13 +965,6 @@ def still(
     """Loss and KL where both are 0 but for rounding: each update is on policy, so both are 0 whatever is learned."""
     values = [finite(metrics.get(m)) for m in ("loss", "policy/kl")]
     return frozenset({"loss", "policy/kl"}) if all(v is not None and abs(v) < 1e-6 for v in values) else frozenset()
-
-
-def whole(
-    value: Any,  # a metric
-) -> Any:
-    """128 for 128.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
 
 
 def tiles_html(
