@@ -21,6 +21,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -28,8 +29,9 @@ from .trace import error_line
 from ..types import ConfigError, is_number, nearest
 
 # %% auto #0
-__all__ = ['INJECTED', 'TOOL_TIMEOUT', 'TOOL_OUTPUT_LIMIT', 'MOST_HANGING', 'TOOL_NAME', 'ToolResult', 'cut_middle', 'as_text',
-           'parse_arguments', 'import_jsonschema', 'object_schema', 'Tool', 'docstring', 'parameters_of']
+__all__ = ['PATTERN_SECONDS', 'INJECTED', 'TOOL_TIMEOUT', 'TOOL_OUTPUT_LIMIT', 'MOST_HANGING', 'TOOL_NAME', 'LEAST_SECRET',
+           'ToolResult', 'cut_middle', 'as_text', 'parse_arguments', 'import_jsonschema', 'object_schema', 'strike',
+           'Tool', 'docstring', 'parameters_of']
 
 # %% ../../nbs/42_rollout.tools.ipynb #691ec28c
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ def as_text(
     value: Any,  # what a tool returned
 ) -> str:
     """Its text for the model."""
+    return str.__str__(_as_text(value))  # no subclass of it, whose methods would run later and elsewhere
+
+
+def _as_text(value: Any) -> str:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value).decode("utf-8", "replace")
     if not isinstance(value, (dict, list, tuple)) and not dataclasses.is_dataclass(value) and not hasattr(value, "model_dump"):
@@ -144,24 +150,76 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     jsonschema = import_jsonschema()
     from jsonschema_specifications import REGISTRY
 
-    return jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema, registry=REGISTRY)
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    return _patient(kind)(schema, registry=REGISTRY)
 
 
-def _check_arguments(validator: Any, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def _check_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
     """Refuse what the schema does not allow, three reasons at most."""
-    problems = [_problem(e, schema) for _, e in zip(range(3), validator.iter_errors(dict(arguments)))]
+    problems = [_problem(e, tool) for _, e in zip(range(3), tool._validator.iter_errors(dict(arguments)))]
     if problems:
         raise _Refused("the arguments do not fit: " + "; ".join(problems))
 
 
-def _problem(error: Any, schema: Mapping[str, Any]) -> str:
-    where = ".".join(str(p) for p in error.absolute_path)
+_SAYS_KEYS = ("additionalProperties", "unevaluatedProperties", "required", "dependentRequired")  # whose messages have no values in them
+
+
+def _problem(error: Any, tool: Tool) -> str:
+    """What is wrong, without what is preset, which the model is not to read."""
+    schema, where = tool.parameters, ".".join(str(p) for p in error.absolute_path)
+    if tool.preset and (error.absolute_path[0] in tool.preset if error.absolute_path else error.validator not in _SAYS_KEYS):
+        return f"{where or 'together with what is preset, they'}: not allowed by {error.validator!r}"
     said = error.message if len(error.message) <= 300 else f"{error.message[:140]} … {error.message[-140:]}"
     hint = ""
     if error.validator == "additionalProperties" and not error.absolute_path and isinstance(error.instance, dict):
         known = list(schema.get("properties", {}))
         hint = next((nearest(k, known) for k in error.instance if k not in known), "")
     return (f"{where}: " if where else "") + said + hint
+
+# %% ../../nbs/42_rollout.tools.ipynb #6bf3d6fc
+PATTERN_SECONDS = 2.0
+_DEADLINE: ContextVar[float] = ContextVar("nexrl_tool_deadline", default=math.inf)  # of time.monotonic, for the call in this thread
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Whether a pattern is found in a text; refused where that takes too long to say."""
+    import regex
+
+    left = _DEADLINE.get() - time.monotonic()
+    if left <= 0:
+        raise _Late
+    try:
+        return regex.search(pattern, text, timeout=min(PATTERN_SECONDS, left), concurrent=True) is not None
+    except TimeoutError:
+        raise _Refused(f"whether a text of {len(text)} characters matches {pattern!r} takes too long to find out; give a shorter or simpler one") from None
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield import_jsonschema().ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any) -> Any:
+    for pattern, below in patterns.items() if validator.is_type(instance, "object") else ():
+        for key, value in instance.items():
+            if _matches(pattern, key):
+                yield from validator.descend(value, below, path=key, schema_path=pattern)
+
+# %% ../../nbs/42_rollout.tools.ipynb #a38be5e4
+@functools.cache
+def _patient(kind: Any) -> Any:
+    """A class of checkers whose patterns cannot stall the process."""
+    theirs = kind.VALIDATORS["additionalProperties"]
+
+    def additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Any:
+        if not validator.is_type(instance, "object") or not schema.get("patternProperties"):
+            yield from theirs(validator, allowed, instance, schema)
+            return
+        known = {k: v for k, v in instance.items() if any(_matches(p, k) for p in schema["patternProperties"])}
+        rest = {k: v for k, v in instance.items() if k not in known}
+        yield from theirs(validator, allowed, rest, {k: v for k, v in schema.items() if k != "patternProperties"})
+
+    return import_jsonschema().validators.extend(kind, {"pattern": _pattern, "patternProperties": _pattern_properties, "additionalProperties": additional})
 
 # %% ../../nbs/42_rollout.tools.ipynb #9625cb04
 class _Late(Exception):
@@ -209,6 +267,7 @@ INJECTED = ("agent_state", "global_storage", "sandbox", "ctx")  # parameters tha
 TOOL_TIMEOUT, TOOL_OUTPUT_LIMIT = 30.0, 20_000  # seconds, characters
 MOST_HANGING = 64  # threads of one tool that were given up and still run; past them it is not called
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+LEAST_SECRET = 4  # characters of a value that is struck out of errors; a shorter one would be struck out of words
 _GIVEN_UP = threading.Lock()  # held to count the threads that were given up
 
 # %% ../../nbs/42_rollout.tools.ipynb #7ff826fb
@@ -237,6 +296,18 @@ def object_schema(
     return found
 
 # %% ../../nbs/42_rollout.tools.ipynb #6d1ba0dd
+def strike(
+    text: str,
+    secrets: Mapping[str, str],  # name of an environment variable -> its value
+) -> str:
+    """A text with names in the place of values that are nobody's to read."""
+    for name, value in sorted(secrets.items(), key=lambda pair: -len(pair[1])):
+        forms = {value, repr(value)[1:-1], json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+        for form in sorted(forms, key=len, reverse=True) if len(value.strip()) >= LEAST_SECRET else ():
+            text = text.replace(form, f"${{env.{name}}}")
+    return text
+
+# %% ../../nbs/42_rollout.tools.ipynb #c6956c1f
 @dataclass
 class Tool:
     """A function that a model may call."""
@@ -247,9 +318,10 @@ class Tool:
     function: Callable[..., Any]
     timeout: float | None = None  # seconds; None: the agent's
     needs: set[str] = field(default_factory=set)  # of INJECTED, those that the function takes
-    preset: dict[str, Any] = field(default_factory=dict, repr=False)  # arguments that are set here, whatever the model says
+    preset: dict[str, Any] = field(default_factory=dict, repr=False)  # arguments that are set here, whatever the model says, which it is not shown
     output_limit: int | None = None  # characters of a result; None: the agent's
     convert: Callable[[dict[str, Any]], dict[str, Any]] | None = field(default=None, repr=False)  # from JSON values to what the annotations say
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # name -> value, which errors must not show
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not TOOL_NAME.fullmatch(self.name):
@@ -261,6 +333,10 @@ class Tool:
         self.parameters = object_schema(self.parameters, f"the tool {self.name!r}")
         self._validator = _validator(self.parameters)
         self._given_up: list[threading.Event] = []  # of calls whose threads may still run
+        declared = {k: v for k, v in self.preset.items() if k in (self.parameters.get("properties") or {})}
+        wrong = next((e for e in self._validator.iter_errors(declared) if e.absolute_path and e.absolute_schema_path[0] == "properties"), None) if declared else None
+        if wrong is not None:
+            raise ConfigError(f"the tool {self.name!r}: what is preset for {wrong.absolute_path[0]!r} does not fit its schema: it is not allowed by {wrong.validator!r}")
 
     @classmethod
     def from_function(
@@ -275,7 +351,7 @@ class Tool:
 
     def definition(self) -> dict[str, Any]:
         """The tool as OpenAI's API describes it to a model."""
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
+        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": _without(self.parameters, self.preset)}}
 
     def call(
         self,
@@ -292,11 +368,12 @@ class Tool:
         if hanging >= MOST_HANGING:
             return _failed(f"{hanging} earlier calls of {self.name} still run; it is not called again before they end", began)
         try:
-            outcome, thread = _run_by(functools.partial(_perform, self, arguments, dict(injected or {}), began + limit), began + limit, stop_flag)
+            outcome, thread = _run_by(functools.partial(_told, self, arguments, dict(injected or {}), began + limit), began + limit, stop_flag)
         except RuntimeError as e:  # no more threads
             return _failed(f"{self.name} could not be called: {error_line(e)}", began)
-        if outcome and not isinstance(outcome.get("error"), _Late):
-            return _result(self.name, outcome, self.output_limit or TOOL_OUTPUT_LIMIT, began)
+        if "value" in outcome:
+            said, error = outcome["value"]
+            return _result(said, error, self.output_limit or TOOL_OUTPUT_LIMIT, began)
         self._hanging(thread)
         stopped = stop_flag is not None and stop_flag.is_set()
         return _failed(f"{self.name} was given up: the run was stopped" if stopped else f"{self.name} took longer than {limit:g} s and was given up", began)
@@ -307,13 +384,44 @@ class Tool:
             self._given_up = [t for t in [*self._given_up, *([thread] if thread else [])] if not t.is_set()]
             return len(self._given_up)
 
-# %% ../../nbs/42_rollout.tools.ipynb #2f276930
+# %% ../../nbs/42_rollout.tools.ipynb #bbd32cda
+def _without(schema: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema as the model sees it."""
+    declared = schema.get("properties") or {}
+    if not set(preset) & set(declared):
+        return schema
+    required = [k for k in schema.get("required", ()) if k not in preset]
+    rest = {k: v for k, v in schema.items() if k != "required"}
+    return {**rest, "properties": {k: v for k, v in declared.items() if k not in preset}, **({"required": required} if required else {})}
+
+
+def _told(tool: Tool, arguments: Any, injected: dict[str, Any], deadline: float) -> tuple[str, str | None]:
+    """A call's text, or its error: all that is the user's code runs here, in the tool's thread and under its limit."""
+    _DEADLINE.set(deadline)
+    try:
+        return _perform(tool, arguments, injected, deadline), None
+    except _Late:
+        raise
+    except _Refused as e:
+        return "", strike(f"{tool.name} was not called: {e}", tool.secrets)
+    except BaseException as e:  # noqa: BLE001 - whatever a user's tool raises is its result
+        return "", strike(f"{tool.name} raised {_words(e)}", tool.secrets)
+
+
+def _words(error: BaseException) -> str:
+    """An exception in words, whatever happens while they are found."""
+    try:
+        return str.__str__(error_line(error))
+    except BaseException as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
+        return f"{type(error).__name__}: (its message cannot be read: {type(e).__name__})"
+
+# %% ../../nbs/42_rollout.tools.ipynb #ee6ca1e6
 def _perform(tool: Tool, arguments: Any, injected: dict[str, Any], deadline: float) -> str:
-    """Read, check, call, and put in words: all of it in the tool's thread."""
+    """Read, check, call, and put in words."""
     declared = tool.parameters.get("properties") or {}
     hidden = {k: v for k, v in tool.preset.items() if k not in declared}
     found = {**parse_arguments(arguments), **{k: v for k, v in tool.preset.items() if k in declared}}
-    _check_arguments(tool._validator, tool.parameters, found)
+    _check_arguments(tool, found)
     found = found if tool.convert is None else tool.convert(found)
     value = tool.function(**{**found, **hidden, **{k: injected[k] for k in tool.needs if k in injected}})
     if inspect.isawaitable(value):
@@ -327,14 +435,11 @@ def _failed(error: str, began: float, limit: int = TOOL_OUTPUT_LIMIT) -> ToolRes
     return ToolResult(text, said, time.monotonic() - began, truncated)
 
 
-def _result(name: str, outcome: dict[str, Any], limit: int, began: float) -> ToolResult:
-    error = outcome.get("error")
-    if error is None:
-        text, truncated = cut_middle(outcome["value"], limit)
-        return ToolResult(_speakable(text), None, time.monotonic() - began, truncated)
-    if isinstance(error, _Refused):
-        return _failed(f"{name} was not called: {error}", began, limit)
-    return _failed(f"{name} raised {error_line(error)}", began, limit)
+def _result(said: str, error: str | None, limit: int, began: float) -> ToolResult:
+    if error is not None:
+        return _failed(error, began, limit)
+    text, truncated = cut_middle(said, limit)
+    return ToolResult(_speakable(text), None, time.monotonic() - began, truncated)
 
 # %% ../../nbs/42_rollout.tools.ipynb #2421589e
 def docstring(

@@ -738,3 +738,118 @@ def test_deep_and_odd_values_in_traces():
     while trace["children"]:
         trace, depth = trace["children"][0], depth + 1
     assert depth == 2000
+
+
+# --- code of the user's that runs late, and patterns ---
+
+
+def raising(error):
+    def t():
+        raise error
+
+    return Tool.from_function(t)
+
+
+def speechless(raised):
+    class Speechless(Exception):
+        def __str__(self):
+            raise raised
+
+    return Speechless()
+
+
+@pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+def test_an_exception_that_cannot_say_what_it_is_is_a_result(raised):
+    assert raising(speechless(raised)).call({}).error == f"t raised Speechless: (its message cannot be read: {type(raised).__name__})"
+
+
+def test_words_are_found_under_the_tools_limit():
+    release = threading.Event()
+
+    class Slow(Exception):
+        def __str__(self):
+            release.wait(50)
+            return "late"
+
+    assert raising(Slow()).call({}, timeout=0.1).error == "t took longer than 0.1 s and was given up"
+    release.set()
+
+
+def test_results_are_text_and_no_subclass_of_it():
+    class Text(str):
+        def __len__(self):
+            raise SystemExit(5)
+
+        encode = __getitem__ = __len__  # type: ignore[assignment]
+
+    class Says:
+        def __str__(self):
+            return str.__new__(Text, "said")
+
+    class Error(Exception):
+        def __str__(self):
+            return str.__new__(Text, "x")
+
+    for value in (Says(), str.__new__(Text, "said")):
+        found = tool_of(value).call({})
+        assert (found.text, found.error, type(found.text)) == ("said", None, str) and type(as_text(value)) is str
+    assert raising(Error()).call({}).error.startswith("t raised Error")
+
+
+SLOW = "^(a|aa)+$"
+FORTY = "a" * 60 + "!"
+
+
+@pytest.mark.parametrize(
+    "schema,arguments",
+    [
+        ({"properties": {"s": {"type": "string", "pattern": SLOW}}}, {"s": FORTY}),
+        ({"patternProperties": {SLOW: {}}}, {FORTY: 1}),
+        ({"patternProperties": {SLOW: {}}, "additionalProperties": False}, {FORTY: 1}),
+        ({"properties": {"s": {"type": "array", "items": {"propertyNames": {"pattern": SLOW}}}}}, {"s": [{FORTY: 1}]}),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"s": {"pattern": SLOW}}}, {"s": FORTY}),
+    ],
+)
+def test_a_pattern_that_backtracks_is_given_up_and_other_threads_go_on(schema, arguments, monkeypatch):
+    monkeypatch.setattr("nexrl_sdk.rollout.tools.PATTERN_SECONDS", 0.2)
+    tool = Tool("t", "", {"type": "object", **schema}, lambda **given: "called")
+    found = tool.call(json.dumps(arguments), timeout=50)
+    assert "takes too long to find out" in found.error and found.error.startswith("t was not called")
+    assert "took longer than 0.05 s" in tool.call(json.dumps(arguments), timeout=0.05).error or found.error
+
+
+@pytest.mark.parametrize("pattern", [r"^\d{3}$", r"^[a-z]+\.[^.]+$", r"(?i)AB", r"^(?P<x>a)(?P=x)$", r"\bword\b", "é+"])
+@pytest.mark.parametrize("text", ["123", "a.b", "xaBx", "aa", "one word", "é", "", "1234"])
+def test_patterns_mean_what_jsonschema_means(pattern, text):
+    for schema in ({"properties": {"s": {"pattern": pattern}}}, {"properties": {"s": {"patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": False}}}):
+        argument = text if "pattern" in schema["properties"]["s"] else {text: "x"}
+        right = [e.message for e in jsonschema.Draft202012Validator({"type": "object", **schema}).iter_errors({"s": argument})]
+        found = Tool("t", "", {"type": "object", **schema}, lambda s: "called").call({"s": argument})
+        assert (found.error is None) == (not right), (pattern, text, right)
+
+
+def test_what_is_preset_is_not_shown_to_the_model():
+    secret = "sk-secret-123456"
+    schema = {"type": "object", "properties": {"q": {"type": "string"}, "key": {"type": "string", "maxLength": 20}}, "required": ["q", "key"]}
+    tool = Tool("t", "", schema, lambda q, key: key[:2], preset={"key": secret})
+    assert "key" not in json.dumps(tool.definition()) and tool.definition()["function"]["parameters"]["required"] == ["q"] and "key" in tool.parameters["properties"]
+    assert tool.call({"q": "x"}).text == "sk" and tool.call({"q": "x", "key": "mine"}).text == "sk" and secret not in repr(tool)
+    with pytest.raises(ConfigError, match="what is preset for 'key' does not fit its schema: it is not allowed by 'maxLength'") as raised:
+        Tool("t", "", schema, lambda q, key: key, preset={"key": secret * 2})
+    assert secret not in str(raised.value)
+    whole = {**schema, "anyOf": [{"properties": {"q": {"const": "a"}}}, {"properties": {"q": {"const": "b"}}}]}
+    told = Tool("t", "", whole, lambda q, key: key, preset={"key": secret}).call({"q": "c"})
+    assert told.error == "t was not called: the arguments do not fit: together with what is preset, they: not allowed by 'anyOf'"
+    then = {**schema, "if": {"properties": {"q": {"const": "c"}}}, "then": {"properties": {"key": {"maxLength": 3}}}}
+    assert secret not in Tool("t", "", then, lambda q, key: key, preset={"key": secret}).call({"q": "c"}).text
+    assert "'q' is a required property" in tool.call({}).error
+
+
+def test_secrets_are_struck_out_of_errors():
+    secret = 'line one\n"two" é'
+
+    def t(url: str):
+        raise ConnectionError(f"no answer from {url}?key={secret} {secret!r} {json.dumps(secret)}")
+
+    found = Tool.from_function(t, secrets={"KEY": secret, "SHORT": "no"}).call({"url": "u"})
+    assert found.error == """t raised ConnectionError: no answer from u?key=${env.KEY} '${env.KEY}' "${env.KEY}\""""
