@@ -535,15 +535,15 @@ def answer_html(
     by: str,  # one of COLOR_BY
     limit: int,  # tokens shown
     scale: float | None = None,  # the advantage with the strongest colour
-    asked: bool = False,  # with the message that it answers
+    before: int | None = None,  # of a conversation, how many messages to show before the answer; None: none, and only tokens where there is a tokenizer
 ) -> Html:
     """The answer's tokens in colour; without a tokenizer its messages or its text; the cause where it failed."""
     status, tokens = status_of(t), t["tokens"]
     first = _first(t["loss_mask"], len(tokens))
     cause = el("div", chip(status, STATUS_TONES.get(status, "bad")), " ", clip(_named(t.get("error"), "no cause was recorded"), 300)) if status != "ok" else None
     begin = next((i for i, (_, turn) in enumerate(said_in(t)) if turn is not None), None)
-    if begin is not None and (pieces.tokenizer is None or asked):
-        return join(cause, turns_html(t, pieces, by, limit, max(0, begin - asked), 16))
+    if begin is not None and (pieces.tokenizer is None or before is not None):
+        return join(cause, turns_html(t, pieces, by, limit, max(0, begin - (before or 0)), 16))
     if pieces.tokenizer is None and t.get("response"):
         text = el("div", clip(t.get("response"), limit * 4), cls="nx-k", dir="auto")
         return join(cause, text, strip_html(t["logprobs"][first:], t["loss_mask"][first:]) if by == "logprob" else None)
@@ -570,7 +570,7 @@ def run_html(
     if len(run) == 1:
         return answer_html(run[0], pieces, by, limit, scale)
     shown = [
-        el("div", el("div", muted(f"piece {i} of {len(run)} ", clip(_named(t.get("agent_name"), ""), 60))), answer_html(t, pieces, by, limit, scale, asked=i > 1), cls="nx-piece")
+        el("div", el("div", muted(f"piece {i} of {len(run)} ", clip(_named(t.get("agent_name"), ""), 60))), answer_html({**t, "status": "ok"} if i > 1 else t, pieces, by, limit, scale, before=int(i > 1)), cls="nx-piece")
         for i, t in enumerate(run[:PIECES], start=1)
     ]
     return join(shown, more(len(run) - PIECES, "pieces"))
