@@ -32,15 +32,15 @@ def start(
         wait_for(child)
     become(task["uid"])
     os.chdir(task["work"])
+    sys.excepthook = _say
+    os.write(task["ready"], b"R")
+    os.close(task["ready"])
     for name, content in task["files"].items():
         if os.path.dirname(name):
             os.makedirs(os.path.dirname(name), exist_ok=True)
         with open(name, "wb") as f:
             f.write(content)
     sys.path[:0] = [task["work"], *task["packages"]]
-    sys.excepthook = _say
-    os.write(task["ready"], b"R")
-    os.close(task["ready"])
     {"program": run_program, "serve": serve, "judge": judge}[task["mode"]](task)
 
 
@@ -426,10 +426,9 @@ class Remote:
         made = self._link.do("get", self, "__enter__")()
         return self if _same(self, made) else made
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:  # an exception goes on, whatever the candidate says: it may be a test's
         if not isinstance(error, Gone):
             self._link.leave(self, error)
-        return False  # an exception goes on, whatever the candidate says: it may be a test's
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and bool(self._link.do("isinstance", instance, self))
@@ -541,9 +540,9 @@ class Link:
         own = getattr(error, "of_the_program", False)
         try:
             self.do("exit", manager, None if error is None else [said(error)[0], str(error) if own else ""])  # what the tests say may hold what they expect
-        except Exception:  # noqa: BLE001 - raised by the candidate
+        except Exception:
             if error is None or own:
-                raise  # else it would hide a failure of the tests
+                raise  # else the candidate's would hide a failure of the tests
 
     def names(self, asked: list[str]) -> dict[str, Any]:
         """Those of these names that the candidate has, and no others, whatever it answers."""

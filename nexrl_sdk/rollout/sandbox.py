@@ -146,14 +146,28 @@ def _found(packages: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(paths)
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #ce1d1adf
+_CALLS = itertools.count()  # one step of it is one step of the interpreter: threads need no lock
+
+
 @cache
-def _spare_users() -> Iterator[int]:
-    """User ids that nobody has, from the upper half of those that this process may become."""
+def _spare_users() -> range:
+    """User ids that nobody has: the upper half of those that this process may become."""
     ranges = [[int(n) for n in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(ranges, key=lambda r: r[2])
     count = min(count, 2**31 - first)
-    start, width = first + count // 2, count - count // 2 - 1
-    return (start + n % width for n in itertools.count(secrets.randbelow(width)))
+    return range(first + count // 2, first + count - 1)
+
+
+@cache
+def _first_user(process: int) -> int:
+    """Where a process begins to take them, so that two take no two alike."""
+    return secrets.randbelow(len(_spare_users()))
+
+
+def _user() -> int:
+    """A user for one call."""
+    spare = _spare_users()
+    return spare[(_first_user(os.getpid()) + next(_CALLS)) % len(spare)]
 
 
 _ENVIRONMENT = {"PATH": "/py/bin", "HOME": "/work", "TMPDIR": "/work", "USER": "sandbox", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
@@ -331,7 +345,7 @@ class _Jobs:
         """Start one sandbox."""
         sandbox, (ready, said) = self.sandbox, self.pipe()
         wrapped, work, packages = sandbox.mode != "none", *self._places()
-        user = next(_spare_users()) if sandbox.mode == "user" else None
+        user = _user() if sandbox.mode == "user" else None
         full = {**task, "inside": _inside(str(sandbox.python)), "ready": said, "uid": user, "limits": _limits(sandbox), "work": work, "packages": packages}
         given, source, rules = self.hold(marshal.dumps(full, 2)), self.hold(stdin), self.hold(seccomp_filter() if wrapped else b"")
         info, told = self.pipe()
@@ -644,7 +658,7 @@ def how_confined(
     return "none", f"bubblewrap does not work: {'; '.join(reasons)}. In a container it needs user namespaces, or the capabilities SYS_ADMIN, SETUID and SETGID."
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #4b1b6b9b
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n`]*+\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = {"python", "py", "python3", "py3"}
 _THINKS = re.compile(r"\s*<(?:think|thinking|reasoning)>")
 _THOUGHT = re.compile(r"</(?:think|thinking|reasoning)>")

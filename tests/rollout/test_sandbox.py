@@ -125,6 +125,27 @@ def test_another_interpreter(tmp_path: Path) -> None:
     assert judged(other, "def f(x): return x", "assert f(1) == 1").reward == 1.0
 
 
+def test_each_call_has_a_user_of_its_own() -> None:
+    given: list[int] = []
+    together = threading.Barrier(8)
+
+    def take() -> None:
+        together.wait()
+        given.extend([room._user() for _ in range(5000)])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(take) for _ in range(8)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(given)) == 40_000 and all(user in room._spare_users() for user in given)
+    forked = subprocess.run([sys.executable, "-c", "import os\nfrom nexrl_sdk.rollout import sandbox as s\nx = s._user()\nif os.fork() == 0: print(s._user() - x)\nelse: os.wait()"], capture_output=True, text=True, check=True)
+    assert abs(int(forked.stdout)) > 1  # a process that was forked does not go on where its parent is
+
+
 # --- settings
 
 
@@ -402,6 +423,15 @@ def test_a_row_that_cannot_judge_is_an_error(sandbox: Sandbox, row: dict[str, An
         judged(sandbox, "def f(x): return x", row)
 
 
+def test_an_answer_larger_than_the_disk_is_a_program_that_failed() -> None:
+    if MODE == "none":
+        pytest.skip(REASON)
+    small = Sandbox(seconds=30.0, disk=64 << 10)
+    for code in ("#" * (100 << 10), "x = 1\n" * (4 << 20)):
+        assert small.run(code).status == "failed"
+        assert judged(small, code, "assert f(1) == 1").reward == 0.0
+
+
 @pytest.mark.parametrize(
     "code",
     ["import no_such_module\ndef f(x): return x", "def f(x):\n    import no_such_module", "import types\nf = types.ModuleType('msvcrt')", "def g(x): return x", "def f(x): raise ImportError('x')", "raise KeyError", "import sys\nsys.modules.clear()\ndef f(x): return 0"],
@@ -432,7 +462,17 @@ def test_wrong_kinds_of_reward_are_refused(sandbox: Sandbox) -> None:
         ("maybe\n```python\ndraft\n```\n</think>\n```python\nb\n```", "b\n"),
         ("<think>\n```python\ndraft\n```\n", ""),
         ("", ""),
+        ("```python title=x\na\n```", "a\n"),
+        ("~~~~\na\n~~~\n~~~~", "a\n~~~\n"),
+        ("```\na\n ``` x\n\t```\t", "a\n ``` x\n"),
     ],
 )
 def test_code_in_answers(answer: str, code: str) -> None:
     assert extract_code(answer)[0] == code
+
+
+@pytest.mark.parametrize("part", ["```" + "a" * 200_000, "~~~~" + "~" * 200_000, " " * 200_000 + "```", "``` " + " " * 200_000 + "`", "```a`\n" * 50_000, "```\n" + " " * 200_000 + "x", "```\n" + "```" + " " * 200_000 + "x", "`" * 200_000 + "\n" + "`" * 199_999], ids=range(8))
+@pytest.mark.timeout(20)
+def test_code_is_found_in_a_time_that_grows_with_the_answer(part: str) -> None:
+    extract_code(part)
+    assert extract_code(part + "\n\n```python\nx = 1\n")[0].endswith("x = 1\n")
