@@ -123,6 +123,9 @@ def test_pieces_are_pieces_of_one_rollout() -> None:
     head = page.text[page.text.index("tokens") : page.text.index("mean 0.50")]
     assert "job*99" in head and "look it up" not in head
     assert page.text.count("look it up") == 3  # what the sub-agent was asked stands before its answer
+    assert page.text.count("ValueError: no") == 1
+    coloured = check(str(r.rollouts_html(found, Bytes())))
+    assert coloured.count("div", class_="s drawn") == 18 and coloured.text.count("ValueError: no") == 1
     assert r.leanings([found[0], found[3]], known=False) == [0.5, -0.5]
     assert repr(Rollouts(found)) == "Rollouts(3 in 1 groups, 9 pieces, mean reward 0.500, 1 error)" and repr(Rollouts(found[::3])) == "Rollouts(3 in 1 groups, mean reward 0.500, 1 error)"
     alone = check(str(r.rollouts_html([talk(run_id=None), talk(run_id=None)])))
