@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,8 +31,8 @@ def pad_token_id(
 # %% ../../nbs/10_tokens.render.ipynb #f8bcf550
 _LITERAL: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()  # tokenizer -> (size, copy of its core that knows no special tokens)
 _SPECIAL: WeakKeyDictionary[Any, tuple[int, dict[str, int], re.Pattern[str] | None]] = WeakKeyDictionary()  # tokenizer -> (size, special tokens, what matches one)
-_MARKS = [chr(c) for c in range(0xE0F0, 0xE100)]  # private use: no meaning in any text
-_BEFORE = "\ue0ef"  # a token of the copy alone, for tokenizers that begin a text otherwise than what follows a special token
+_PRIVATE = (range(0xE0F0, 0xE100), range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # characters without a meaning in any text
+_BEFORE = f"\ue0ef{secrets.token_hex(16)}\ue0ef"  # a token of the copy alone, for tokenizers that begin a text otherwise than what follows a special token; nobody can write it
 
 
 def _size(tokenizer: Any) -> int:
@@ -101,6 +102,15 @@ def _mark(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     return [_mark(v, pattern, mark) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def _unused(texts: Iterable[str]) -> str:
+    """A private-use character that none of the texts holds."""
+    used = set[str]().union(*texts)
+    found = next((c for codes in _PRIVATE for c in map(chr, codes) if c not in used), None)
+    if found is None:
+        raise DataError("a message holds the text of a special token and all of the 137468 private-use characters; remove one of them")
+    return found
+
+
 def _guard(
     tokenizer: Any,
     value: Any,  # text or messages
@@ -109,9 +119,7 @@ def _guard(
     texts = list(_strings(value))
     if pattern is None or not any(pattern.search(t) for t in texts):
         return value, ""
-    mark = next((m for m in _MARKS if not any(m in t for t in texts)), None)
-    if mark is None:
-        raise DataError("a message holds the text of a special token and every private-use mark; remove one of them")
+    mark = _unused([*texts, str(getattr(tokenizer, "chat_template", ""))])
     return _mark(value, pattern, mark), mark
 
 # %% ../../nbs/10_tokens.render.ipynb #386f85f7
@@ -318,8 +326,9 @@ def _answer_begin(tokenizer: Any, messages: list[dict[str, Any]], i: int, text: 
     prompt = _template(tokenizer, messages[:i], True, kwargs) if i else ""
     if prompt and text.startswith(prompt):
         return len(prompt)
-    probe = {**messages[i], "content": _MARKS[-1]}  # the generation prompt says more than the turn's header: look where the content goes
-    at = _template(tokenizer, [*messages[:i], probe], False, kwargs).find(_MARKS[-1])
+    mark = _unused(_strings(messages))
+    probe = {**messages[i], "content": mark}  # the generation prompt says more than the turn's header: look where the content goes
+    at = _template(tokenizer, [*messages[:i], probe], False, kwargs).find(mark)
     if at < 0:
         raise DataError(f"the chat template does not show the content of message {i}")
     return at
@@ -327,8 +336,9 @@ def _answer_begin(tokenizer: Any, messages: list[dict[str, Any]], i: int, text: 
 
 def _answer_end(tokenizer: Any, messages: list[dict[str, Any]], i: int, text: str, kwargs: Mapping[str, Any]) -> int:
     """Where what the model should say of message i ends: behind the special token that follows its content, if the template writes one."""
-    probe = {"role": messages[i]["role"], "content": _MARKS[-1]}
-    tail = _template(tokenizer, [*messages[:i], probe], False, kwargs).rpartition(_MARKS[-1])[2]
+    mark = _unused(_strings(messages))
+    probe = {"role": messages[i]["role"], "content": mark}
+    tail = _template(tokenizer, [*messages[:i], probe], False, kwargs).rpartition(mark)[2]
     pattern = _special_pattern(tokenizer)
     first = pattern.search(tail) if pattern is not None else None
     if text.endswith(tail):
