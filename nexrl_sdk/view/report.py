@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% auto #0
-__all__ = ['CHARTS', 'Run', 'read_jsonl', 'RunRecord', 'read_run', 'samples_html', 'Failure', 'failures', 'report_html',
+__all__ = ['CHARTS', 'MEANS', 'Run', 'read_jsonl', 'RunRecord', 'read_run', 'samples_html', 'Failure', 'failures', 'report_html',
            'write_report', 'plot_metrics']
 
 # %% ../../nbs/58_view.report.ipynb #7e75d990
@@ -238,9 +238,12 @@ def _drawable(title: str, series: Mapping[str, Points]) -> bool:
     return moves and not (title in _STILL and all(abs(v) < 1e-6 for points in series.values() for _, v in points))
 
 
+MEANS = 120  # points of a curve of shares, at most
+
+
 def _means(
     points: Points,
-    most: int = 120,  # of them
+    most: int = MEANS,
 ) -> Points:
     """Means of neighbours, which stay within what they are the means of."""
     size = -(-len(points) // most)
@@ -254,10 +257,18 @@ def _charts(run: RunRecord) -> tuple[list[Html], set[str]]:
     for title, names, dots in CHARTS:
         series = {label: run.metrics[name] for name, label in names.items() if name in run.metrics}
         if series and _drawable(title, series):
-            kept = {label: _means(points) for label, points in series.items()} if title in _SHARES else series
-            drawn.append(line_chart(kept, title, dots=dots, averaged=title not in (*_COUNTS, *_SHARES), note=_newest(series) if len(series) == 1 else None))
+            drawn.append(_chart(title, series, dots))
             shown |= {n for n in names if n in run.metrics}
     return drawn, shown
+
+
+def _chart(title: str, series: Mapping[str, Points], dots: Sequence[str]) -> Html:
+    """One of CHARTS; shares are averaged so that they stay within 0 and 1."""
+    size = max(-(-len(points) // MEANS) for points in series.values()) if title in _SHARES else 1
+    kept = {label: _means(points) for label, points in series.items()} if size > 1 else series
+    note = _newest(series) if len(series) == 1 else None
+    beside = join(note, " " if note else None, muted(f"means of {size} steps")) if size > 1 else note
+    return line_chart(kept, title, dots=dots, averaged=title not in (*_COUNTS, *_SHARES), note=beside)
 
 
 def _newest(series: Mapping[str, Points]) -> Html:

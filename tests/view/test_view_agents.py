@@ -222,6 +222,7 @@ def test_the_report_draws_agents_numbers_and_stays_within_shares(tmp_path: Path)
     assert len(means) <= 120 and min(v for _, v in means) == 0 and math.isclose(sum(v for _, v in means) / len(means), 0.9 / 400, rel_tol=1e-9)
     (chart,) = [str(c) for c in drawn if "Cut answers" in c]
     page = check(chart)
+    assert "means of 4 steps" in page.text and "means of" not in "".join(str(c) for c in drawn if "Cut answers" not in c)
     paths = [a["d"] for t, a in page.tags if t == "path"]
     floor = 190 - 24  # where 0 is drawn
     heights = [float(point.split()[1]) for d in paths for point in d.replace("M", "L").split("L")[1:]]
