@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import resource
 import secrets
 import select
 import selectors
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -181,6 +183,53 @@ def _inside(python: str) -> Any:
     source = Path(inside.__file__).read_text(encoding="utf-8")
     return compile(source, "<sandbox>", "exec", dont_inherit=True) if python == sys.executable else source
 
+# %% ../../nbs/43_rollout.sandbox.ipynb #3cf0bc38
+_DESCRIPTORS = 40  # file descriptors of one call
+_WAKE = 1.0  # seconds between two looks of one that waits
+
+
+@cache
+def _quota() -> float:
+    """Processors' worth of time that the control group of this process may use."""
+    with suppress(OSError, ValueError):
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.inf if most == "max" else int(most) / int(period)
+    with suppress(OSError, ValueError):
+        most, period = (int(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{n}_us").read_text()) for n in ("quota", "period"))
+        return most / period if most > 0 else math.inf
+    return math.inf
+
+
+def _most() -> int:
+    """How many calls may run programs at one time."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processors = math.ceil(min(here, _quota()))
+    by_files = 2 * processors if allowed == resource.RLIM_INFINITY else allowed // 2 // _DESCRIPTORS  # half is for others
+    return max(1, min(2 * processors, by_files))
+
+# %% ../../nbs/43_rollout.sandbox.ipynb #1c06113e
+class _Places:
+    """Lets so many run, and the others wait."""
+
+    def __init__(self) -> None:
+        self.changed, self.taken = threading.Condition(), 0
+
+    def __enter__(self) -> None:
+        with self.changed:
+            while not self.changed.wait_for(lambda: self.taken < _most(), _WAKE):
+                continue
+            self.taken += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.changed:
+            self.taken -= 1
+            self.changed.notify()
+
+
+_PLACES = _Places()
+os.register_at_fork(after_in_child=_PLACES.__init__)  # type: ignore[misc] # there, nobody holds a place
+
 # %% ../../nbs/43_rollout.sandbox.ipynb #33514c5f
 STATUSES = ("ok", "failed", "timeout", "killed")
 INSTALL = "Install it (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap; Arch: pacman -S bubblewrap)"
@@ -220,6 +269,7 @@ class _Job:
     started: float | None = None  # when the program began
     ended: float | None = None
     cause: str | None = None
+    waited: float = 0.0  # seconds that it could not run, for others did
     full: set[int] = field(default_factory=set)  # streams that had more than is kept
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #a7e02a3a
@@ -229,7 +279,7 @@ class Sandbox:
     def __init__(
         self,
         *,
-        seconds: float = 10.0,  # of wall-clock time, from when the program begins
+        seconds: float = 10.0,  # of wall-clock time, from when the program begins; what it waited for a processor that others had is not counted
         cpu_seconds: float | None = None,  # of one process; None: as many as of wall-clock time
         memory: int = 1 << 30,  # bytes of address space of a process, and of memory of all together
         processes: int = 16,  # processes and threads at one time
@@ -273,7 +323,7 @@ class Sandbox:
         if main != "main.py" and len(files) > 1:
             raise ConfigError(f"of several files one must be main.py, not only {sorted(files)}")
         task = {"mode": "program", "files": files, "main": main, "args": [str(a) for a in args]}
-        with _Jobs(self) as jobs:
+        with _PLACES, _Jobs(self) as jobs:
             job = jobs.start(task, stdin.encode() if isinstance(stdin, str) else bytes(stdin))
             jobs.watch(job)
             return jobs.result(job)
@@ -291,6 +341,7 @@ def _as_files(code: str | Mapping[str, str | bytes]) -> dict[str, bytes]:
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #cc341e00
 STARTUP_SECONDS = 60.0  # that making a sandbox may take, on a machine with other things to do
+_PATIENCE = 4  # for this many times `seconds`, and once more for each process that it may have, a program may wait for a processor
 _POLL = 0.1  # seconds between two looks at memory and files
 
 
@@ -388,7 +439,7 @@ class _Jobs:
                     self._look()
                 for job in self.jobs:
                     if now >= self._deadline(job):
-                        self.end(job, "time")
+                        self._late(job, now)
         for job in self.jobs:
             self.end(job, "left")
             for fd in job.streams:
@@ -398,7 +449,21 @@ class _Jobs:
         """When a job's time is over; for ever, where it has ended."""
         if job.ended is not None:
             return math.inf
-        return job.began + STARTUP_SECONDS if job.started is None else job.started + self.sandbox.seconds
+        return job.began + STARTUP_SECONDS if job.started is None else job.started + self.sandbox.seconds + job.waited
+
+    def _late(self, job: _Job, now: float) -> None:
+        """End a job whose time is over; it goes on where it did not have that time."""
+        seconds, pids = self.sandbox.seconds, [pid for j in self.jobs if (pid := self._pid(j)) is not None]
+        times = [_times_of(pid) for pid in pids] if job.started is not None else []
+        job.waited = sum(waited for _, waited in times)
+        if sum(used for used, _ in times) >= seconds or now >= self._deadline(job):
+            self.end(job, "time")
+        elif job.waited > seconds * (self.sandbox.processes + _PATIENCE):
+            self.end(job, "crowd")
+
+    def _pid(self, job: _Job) -> int | None:
+        """The process of this machine that all of a job's descend from, while it lives."""
+        return None if job.ended is not None else job.process.pid if job.info < 0 else job.first[0] if job.first else None
 
     def _wait(self) -> float:
         """Seconds until something must be done unasked."""
@@ -450,7 +515,7 @@ class _Jobs:
     def _look(self) -> None:
         """End what uses more memory, or has more files, than all its processes may."""
         for job in self.jobs:
-            pid = None if job.ended is not None else job.process.pid if job.info < 0 else job.first[0] if job.first else None
+            pid = self._pid(job)
             if pid is not None and _memory_of(pid) > self.sandbox.memory:
                 self.end(job, "memory")
             elif pid is not None and job.info >= 0 and _files_of(pid) > self.sandbox.files:
@@ -487,10 +552,12 @@ class _Jobs:
             job.process.wait()
 
     def result(self, job: _Job) -> SandboxResult:
-        """What became of a job; EvaluatorError where its program never began."""
+        """What became of a job; EvaluatorError where its program never began, or had no processor."""
         out, err = (bytes(job.streams[fd]).decode("utf-8", "replace") for fd in job.printed)
         if job.started is None and job.cause != "left" and not self._began(job):
             raise EvaluatorError(f"the sandbox could not be made ({job.cause or f'exit code {job.process.returncode}'}): {err.strip()[-500:] or 'nothing was said'}")
+        if job.cause == "crowd":
+            raise EvaluatorError(f"the program waited {job.waited:.0f} s for a processor, and could not use its {self.sandbox.seconds:g} s: this machine has too much else to do")
         code = job.process.returncode
         code = 128 - code if code < 0 else code
         seconds = max(0.0, (job.ended or 0.0) - (job.started or job.ended or 0.0))
@@ -605,6 +672,16 @@ def _memory_of(pid: int) -> int:
         except (OSError, IndexError):  # it has ended
             continue
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _times_of(pid: int) -> tuple[float, float]:
+    """Seconds that a process and its descendants used, and the most that one of their threads waited for a processor."""
+    used, waited = 0, 0
+    for member in _tree(pid):
+        with suppress(OSError, ValueError):  # it has ended
+            used += sum(map(int, Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()[11:15]))  # its own, and its children's that have ended
+            waited = max(waited, *(int(Path(f"/proc/{member}/task/{t}/schedstat").read_text().split()[1]) for t in _threads(member)))
+    return used / os.sysconf("SC_CLK_TCK"), waited / 1e9
 
 
 def _files_of(pid: int) -> int:
@@ -767,7 +844,7 @@ def judge_apart(
 ) -> tuple[list[dict[str, Any]], SandboxResult, SandboxResult, str]:  # what the judge said, how the judge and the program ended, the nonce
     """Run tests and a program in two sandboxes, joined by a line for calls."""
     nonce = secrets.token_hex(16)
-    with _Jobs(sandbox) as jobs:
+    with _PLACES, _Jobs(sandbox) as jobs:
         asked, asks = jobs.pipe()
         answered, answers = jobs.pipe()
         report, reports = jobs.pipe()

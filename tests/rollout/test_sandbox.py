@@ -6,10 +6,12 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -144,6 +146,90 @@ def test_each_call_has_a_user_of_its_own() -> None:
     assert len(set(given)) == 40_000 and all(user in room._spare_users() for user in given)
     forked = subprocess.run([sys.executable, "-c", "import os\nfrom nexrl_sdk.rollout import sandbox as s\nx = s._user()\nif os.fork() == 0: print(s._user() - x)\nelse: os.wait()"], capture_output=True, text=True, check=True)
     assert abs(int(forked.stdout)) > 1  # a process that was forked does not go on where its parent is
+
+
+def test_no_more_run_at_once_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    if MODE == "none":
+        pytest.skip(REASON)
+    sandbox, seen, start = Sandbox(seconds=30.0), list[int](), room._Jobs.start
+    monkeypatch.setattr(room, "_most", lambda: 2)
+    monkeypatch.setattr(room._Jobs, "start", lambda *a, **k: (seen.append(room._PLACES.taken), start(*a, **k))[1])
+    with ThreadPoolExecutor(12) as pool:
+        rewards = list(pool.map(lambda i: judged(sandbox, "def f(x): return x", f"assert f({i}) == {i}").reward, range(12)))
+    assert rewards == [1.0] * 12 and max(seen) == 2 and room._PLACES.taken == 0
+    with pytest.raises(ConfigError):
+        sandbox.run({})
+    with pytest.raises(TypeError):
+        sandbox.run("pass", args=[object()], stdin=object())  # type: ignore[arg-type,list-item]
+    assert room._PLACES.taken == 0
+
+
+def test_room_is_by_processors_and_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))
+    most = {}
+    for allowed in (64, 256, 1024, 1 << 20, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
+        monkeypatch.setattr(room, "_quota", lambda: float("inf"))
+        most[allowed] = room._most()
+        monkeypatch.setattr(room, "_quota", lambda: 3.5)
+        assert room._most() == min(8, most[allowed])
+    assert most == {64: 1, 256: 3, 1024: 12, 1 << 20: 192, resource.RLIM_INFINITY: 192}
+
+
+def test_many_threads_with_few_file_descriptors() -> None:
+    if MODE == "none":
+        pytest.skip(REASON)
+    code = "import os, resource\nfrom concurrent.futures import ThreadPoolExecutor\nfrom nexrl_sdk.rollout.sandbox import CodeEvaluator, Sandbox\nfrom nexrl_sdk.rollout.evaluator import score\n"
+    code += "os.sched_getaffinity = lambda pid: set(range(64))\nevaluator = CodeEvaluator(sandbox=Sandbox(seconds=60.0))\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+    code += "with ThreadPoolExecutor(40) as pool: print({s.error or s.reward for s in pool.map(lambda i: score(evaluator, {'tests': f'assert f({i}) == {i}'}, 'def f(x): return x'), range(40))})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "{1.0}\n"
+
+
+def test_who_waits_for_a_place_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if MODE == "none":
+        pytest.skip(REASON)
+    sandbox, asked = Sandbox(seconds=30.0), threading.Event()
+    monkeypatch.setattr(room, "_most", lambda: asked.set() or 0)
+
+    def interrupt() -> None:
+        asked.wait()
+        os.kill(os.getpid(), 2)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        sandbox.run("pass")
+    monkeypatch.setattr(room, "_most", lambda: 1)
+    assert sandbox.run("pass").ok and room._PLACES.taken == 0
+
+
+BUSY = "import time\ndef f(x):\n    began = time.process_time()\n    while time.process_time() - began < 0.3: pass\n    return x"
+
+
+@pytest.fixture
+def crowd() -> Iterator[None]:
+    """One processor for this thread and what it starts, and three others that never rest on it."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"], start_new_session=True) for _ in range(3)]
+    yield
+    for other in others:
+        other.kill()
+        other.wait()
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count how long a process waits for a processor")
+def test_a_crowd_makes_no_program_late(crowd: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if MODE == "none":
+        pytest.skip(REASON)
+    short = Sandbox(seconds=0.5)
+    assert judged(short, BUSY, "assert f(7) == 7").reward == 1.0
+    for code in ("import time; time.sleep(60)", "while True: pass", "import os, time\nfor _ in range(3): os.fork()\nwhile True: pass"):
+        result = short.run(code)
+        assert (result.status, result.cause) == ("timeout", "time"), result
+    monkeypatch.setattr(room, "_PATIENCE", 0.01 - short.processes)
+    assert score(CodeEvaluator(sandbox=short), {"tests": "assert f(7) == 7"}, BUSY).status == "error"
 
 
 # --- settings
