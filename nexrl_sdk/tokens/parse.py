@@ -27,7 +27,7 @@ class Format:
     signs: tuple[str, ...]  # all of them in the chat template or among the tokens: this format
     begin: str = "<tool_call>"  # pattern of what opens a call
     end: str = "</tool_call>"  # and of what closes it
-    head: str = ""  # pattern between the opening and the arguments, where the `name` stands there
+    head: str = ""  # pattern between the opening and the arguments, where the `name` stands there; it begins with no space
     xml: bool = False  # arguments are elements, not JSON
     alone: bool = False  # nothing need open a call: the whole answer may be one
 
@@ -35,12 +35,12 @@ class Format:
 FORMATS = {
     f.name: f
     for f in (
-        Format("qwen_xml", ("<function=", "<parameter="), r"<tool_call>\s*<function=|<function=", r"</function>(?:\s*</tool_call>)?", r"(?P<name>[^<>\n]+)>", xml=True),
+        Format("qwen_xml", ("<function=", "<parameter="), r"<tool_call>\s*+<function=|<function=", r"</function>(?:\s*+</tool_call>)?", r"(?P<name>[^\s<>][^<>\n]*+)>", xml=True),
         Format(
-            "deepseek", ("<｜tool▁calls▁begin｜>",), r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>",
-            r"(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)",
+            "deepseek", ("<｜tool▁calls▁begin｜>",), r"(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>", r"<｜tool▁call▁end｜>(?:\s*+<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>",
+            r"(?:function<｜tool▁sep｜>\s*+)?(?P<name>[^\s<][^<\n]*+)(?:<｜tool▁sep｜>|\n```json\n)",
         ),
-        Format("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])", r"(?P<name>[^\[{]+)(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS\])?"),
+        Format("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])", r"(?P<name>[^\s\[{][^\[{]*+)(?:\[CALL_ID\](?P<id>[^\[{]*+))?(?:\[ARGS\])?"),
         Format("mistral", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])"),
         Format("hermes", ("<tool_call>",)),
         Format("llama", ("<|python_tag|>",), r"<\|python_tag\|>", r"(?=<\|python_tag\|>)", alone=True),
@@ -152,7 +152,7 @@ def _call_id(answer: bytes, n: int) -> str:
 
 # %% ../../nbs/11_tokens.parse.ipynb #3bfd4739
 _LONE = re.compile(r"[\ud800-\udfff]")  # half a character, which no tokenizer takes
-_OPENED = re.compile(r"(?:<think>|\[THINK\])\s*\Z")  # the same word in a message before is no tag
+_OPENED = re.compile(r"(?:<think>|\[THINK\])\s*+\Z")  # the same word in a message before is no tag
 
 # %% ../../nbs/11_tokens.parse.ipynb #c8446ce8
 def _by_own(template: Any, text: str, prefix: str, tools: Sequence[Mapping[str, Any]] | None) -> _Read:
@@ -193,7 +193,7 @@ def _by_format(form: Format, text: str, prefix: str, tools: Sequence[Mapping[str
 # %% ../../nbs/11_tokens.parse.ipynb #8609a3d4
 def _reasoning(text: str, opened: bool) -> tuple[str, int]:
     """What is thought at an answer's beginning, and where the rest begins."""
-    first = re.match(r"\s*(?:<think>|\[THINK\])", text)
+    first = re.match(r"\s*+(?:<think>|\[THINK\])", text)
     if not first and not opened:
         return "", 0
     begin = first.end() if first else 0
@@ -212,7 +212,7 @@ def _region(form: Format, body: str, closed: bool, tools: Sequence[Mapping[str, 
     """The calls between an opening and a closing; or what is wrong."""
     if not form.head:
         return _values(body) or "is empty"
-    head = re.match(r"\s*" + form.head, body)
+    head = re.match(r"\s*+" + form.head, body)
     if head is None:
         return "has no name"
     rest = body[head.end() :].strip()
@@ -222,7 +222,7 @@ def _region(form: Format, body: str, closed: bool, tools: Sequence[Mapping[str, 
     return found if isinstance(found, str) else [{**head.groupdict(), "arguments": found[0] if len(found) == 1 else found}]
 
 # %% ../../nbs/11_tokens.parse.ipynb #e8278792
-_BETWEEN = re.compile(r"[;\s]*")
+_BETWEEN = re.compile(r"[;\s]*+")
 
 
 def _values(text: str) -> list[Any] | str:
@@ -241,7 +241,7 @@ def _values(text: str) -> list[Any] | str:
     return found
 
 # %% ../../nbs/11_tokens.parse.ipynb #33af5926
-_ELEMENT = re.compile(r"\s*<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
+_ELEMENT = re.compile(r"\s*+<parameter=(?P<key>[^<>\n]++)>\n?(?P<value>.*?)\n?</parameter>\s*+", re.DOTALL)
 _TYPED = {"open_pattern": "<function=(?P<name>[^>]+)>", "close": "</function>", "content": "xml-inline", "content_args": {"tag_pattern": _ELEMENT.pattern}, "transform": {"function": {"name": "{name}", "arguments": "{content}"}}}
 
 
@@ -286,7 +286,7 @@ def _named(said: Any) -> tuple[str, str, str] | str:
 
 # %% ../../nbs/11_tokens.parse.ipynb #329384d4
 def _id(given: Any) -> str:
-    return given.strip() if isinstance(given, str) and re.fullmatch(r"\s*[\w-]{1,64}\s*", given) else ""
+    return given.strip() if isinstance(given, str) and re.fullmatch(r"\s*+[\w-]{1,64}\s*+", given) else ""
 
 
 def _dump(value: Any) -> str | None:

@@ -283,6 +283,37 @@ def test_work_grows_with_the_length_of_an_answer_and_not_faster(form: str) -> No
         parse_message(Words(), text, format=form, tools=TOOLS)
 
 
+OPENINGS = {"qwen_xml": ["<function=", "<tool_call>"], "deepseek": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>"], "mistral_args": ["[TOOL_CALLS]", "[TOOL_CALLS]a[CALL_ID]"], "mistral": ["[TOOL_CALLS]"], "hermes": ["<tool_call>"], "llama": ["<|python_tag|>"]}  # fmt: skip
+
+
+@pytest.mark.timeout(60)  # a pattern that tries each way to part spaces takes hours
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_spaces_behind_an_opening_are_read_once(form: str) -> None:
+    for opening in OPENINGS[form]:
+        for space in (" ", "\t", "\n", " \n", "\u2003", "a ", " a"):
+            text = opening + space * (400_000 // len(space))
+            for answer in (text, text + "<", text + "<function=a></function>", "<think>" + text):
+                assert calls_of(parse_message(Words(), answer, format=form, tools=TOOLS).message) in ([], [("a", {})])
+
+
+@pytest.mark.parametrize(
+    "form, text, names",
+    [
+        ("qwen_xml", "<function= \n f g >\n</function>", ["f g"]),
+        ("qwen_xml", "<function= >\n</function>", []),
+        ("deepseek", "<｜tool▁call▁begin｜> function<｜tool▁sep｜> f\n```json\n{}\n```<｜tool▁call▁end｜>", ["f"]),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜>", ["function"]),
+        ("deepseek", "<｜tool▁call▁begin｜> <｜tool▁sep｜>{}<｜tool▁call▁end｜>", []),
+        ("mistral_args", "[TOOL_CALLS] f [ARGS]{}", ["f"]),
+        ("mistral_args", "[TOOL_CALLS] [ARGS]{}", []),
+    ],
+)
+def test_names_begin_with_no_space(form: str, text: str, names: list[str]) -> None:
+    parsed = parse_message(Words(), text, format=form)
+    assert [name for name, _ in calls_of(parsed.message)] == names
+    assert names or "has no name" in str(parsed.problem)
+
+
 def test_a_megabyte_of_arguments_and_of_ends() -> None:
     big = json.dumps({"name": "f", "arguments": {"x": "y✓\n" * 300_000}}, ensure_ascii=False)
     assert len(calls_of(hermes(big).message)[0][1]["x"]) == 900_000
