@@ -184,7 +184,7 @@ def agents_run(folder: Path, steps: int = 400, shared: str | None = "job*99") ->
     """A run of agents: questions of the first and of the last step have one in common."""
     (folder / "rollouts").mkdir(parents=True)
     lines = [
-        {"step": s, "reward/mean": s / steps, "loss": 1e-8 * (s % 3), "policy/approx_kl": 1e-13 * s, "tokens/truncated_frac": 0.9 if s <= 12 else 0.0, "eval/turns": 1 + s / steps, "eval/tool_calls": s / steps, "rollouts/count": 128.0}
+        {"step": s, "reward/mean": s / steps, "loss": 1e-8 * (s % 3), "policy/approx_kl": 1e-13 * s, "tokens/truncated_frac": 0.9 if 12 < s <= 24 else 0.0, "eval/turns": 1 + s / steps, "eval/tool_calls": s / steps, "rollouts/count": 128.0}
         for s in range(1, steps + 1)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
