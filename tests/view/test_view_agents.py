@@ -184,7 +184,7 @@ def agents_run(folder: Path, steps: int = 400, shared: str | None = "job*99") ->
     """A run of agents: questions of the first and of the last step have one in common."""
     (folder / "rollouts").mkdir(parents=True)
     lines = [
-        {"step": s, "reward/mean": s / steps, "loss": 1e-8 * (s % 3), "policy/approx_kl": 1e-13 * s, "tokens/truncated_frac": 0.9 if 12 < s <= 24 else 0.0, "eval/turns": 1 + s / steps, "eval/tool_calls": s / steps, "rollouts/count": 128.0}
+        {"step": s, "reward/mean": s / steps, "loss": 1e-8 * (s % 3), "policy/approx_kl": 1e-13 * s, "tokens/truncated_frac": 0.9 if 16 < s <= 40 else 0.0, "eval/turns": 1 + s / steps, "eval/tool_calls": s / steps, "rollouts/count": 128.0}
         for s in range(1, steps + 1)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
@@ -219,7 +219,7 @@ def test_the_report_draws_agents_numbers_and_stays_within_shares(tmp_path: Path)
     drawn, shown = rep._charts(run)
     assert {"eval/turns", "eval/tool_calls", "tokens/truncated_frac"} <= shown and not {"loss", "policy/approx_kl"} & shown
     means = rep._means(run.metrics["tokens/truncated_frac"])
-    assert len(means) <= 120 and min(v for _, v in means) == 0 and math.isclose(sum(v for _, v in means) / len(means), 12 * 0.9 / 400, rel_tol=1e-9)
+    assert len(means) <= 120 and min(v for _, v in means) == 0 and math.isclose(sum(v for _, v in means) / len(means), 24 * 0.9 / 400, rel_tol=1e-9)
     (chart,) = [str(c) for c in drawn if "Cut answers" in c]
     page = check(chart)
     assert "means of 4 steps" in page.text and "means of" not in "".join(str(c) for c in drawn if "Cut answers" not in c)
