@@ -34,7 +34,7 @@ from ..tokens.render import render_example
 from ..types import BackendError, ConfigError, ContextOverflowError, DataError, EvaluatorError, Interrupted, SamplingParams, Trajectory, nearest
 
 # %% auto #0
-__all__ = ['GRACE', 'ENDINGS', 'Agent', 'RolloutRunner', 'JudgedByRun', 'unlearn', 'turn_info', 'AgentRolloutWorker',
+__all__ = ['GRACE', 'ENDINGS', 'OFFERED', 'Agent', 'RolloutRunner', 'JudgedByRun', 'unlearn', 'turn_info', 'AgentRolloutWorker',
            'WorkerConfig', 'InferenceClient', 'OwnAgent', 'BaseNexAURolloutWorker', 'pig_latin',
            'PigLatinRolloutWorker']
 
@@ -628,12 +628,9 @@ class AgentRolloutWorker(JudgedByRun):
         found = session_trajectories(rollout.session.family(), **{**rollout.fields, **own, **fields})
         if not found:
             raise BackendError("the agent ended without asking the model anything: nothing was sampled, so nothing can be learned")
-        if not own["trace"]:
-            said = trace_of(found)
-            tools = [s for s in said["children"] if s["type"] == "TOOL"]
-            numbers = {**own["agent"], "tool_calls": len(tools), "tool_errors": sum(s["error"] is not None for s in tools)}
-            for t in found:
-                t.update(trace=said, agent=numbers)
+        counted = _counted(rollout, found, own["agent"])
+        for t in found if counted else ():
+            t.update(counted)
         if rollout.causes:
             found[0]["attempts"] = list(rollout.causes)
         return found
@@ -647,11 +644,11 @@ class AgentRolloutWorker(JudgedByRun):
 
     def _failed(self, rollout: _Rollout, error: BaseException) -> list[Trajectory]:
         """One trajectory that says what went wrong, with what was sampled until then."""
-        what = {"status": "failed", "error": error_line(error), "traceback": cut_middle("".join(tb.format_exception(error)), 8000)[0], "agent": _numbers(rollout.session, "failed")}
+        what: dict[str, Any] = {"status": "failed", "error": error_line(error), "traceback": cut_middle("".join(tb.format_exception(error)), 8000)[0], "agent": _numbers(rollout.session, "failed")}
         more = {**({"attempts": list(rollout.causes)} if rollout.causes else {}), "trace": rollout.trace()}
         kept = session_trajectories(rollout.session, **{**rollout.fields, **what})[:1]
         made = kept[0] if kept else Trajectory(**{"prompt": str(rollout.task.get(self.prompt_key, ""))[:2000], **rollout.fields, **what})
-        made.update(more)
+        made.update({**more, **_counted(rollout, session_trajectories(rollout.session.family()), what["agent"])})
         return [made]
 
     def _late(self, task: Task, member: int) -> list[Trajectory]:
@@ -678,7 +675,7 @@ def _evaluated(result: Any) -> Score:
         return Score("error", error=str(e))
 
 
-_OFFERED = ("session", "client", "data", "cancel")  # what an agent of the user's own may take
+OFFERED = ("session", "client", "data", "cancel")  # what an agent of the user's own may take
 
 
 def _check_agent(given: Any) -> None:
@@ -691,9 +688,9 @@ def _check_agent(given: Any) -> None:
     except (TypeError, ValueError):  # a built-in without a signature
         return
     try:
-        signature.bind("", **{k: None for k in _OFFERED if k in signature.parameters})
+        signature.bind("", **{k: None for k in OFFERED if k in signature.parameters})
     except TypeError as e:
-        raise ConfigError(f"the agent {getattr(given, '__name__', given)}{signature} is called with the query, and with {', '.join(_OFFERED)} where it names them: {e}") from e
+        raise ConfigError(f"the agent {getattr(given, '__name__', given)}{signature} is called with the query, and with {', '.join(OFFERED)} where it names them: {e}") from e
 
 
 def _call_agent(function: Any, query: Any, session: Session, task: dict[str, Any]) -> Any:
@@ -780,6 +777,16 @@ def _numbers(session: Session, ended: str = "answer") -> dict[str, Any]:
         "seconds": round(time.monotonic() - meta["began"], 3) if "began" in meta else None, "ended": meta.get("ended", ended), "forks": sum(t.forked for s in family for t in s.conversation.turns),
         "tool_call_problems": sum(len(s.problems) for s in family),
     }  # fmt: skip
+
+
+def _counted(rollout: _Rollout, found: Sequence[Trajectory], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not known from this package's own loop, from what was said: the calls of tools, and the steps where nobody kept them."""
+    kept = rollout.trace()
+    if not found or (kept and any("tracer" in s.meta for s in rollout.session.family())):
+        return {}
+    said = trace_of(found)
+    tools = [s for s in said["children"] if s["type"] == "TOOL"]
+    return {"trace": kept or said, "agent": {**numbers, "tool_calls": len(tools), "tool_errors": sum(s["error"] is not None for s in tools)}}
 
 # %% ../../nbs/43_rollout.agent.ipynb #0b5b4905
 class WorkerConfig(Mapping[str, Any]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,36 +117,86 @@ def trace_of(
     name: str = "agent",
 ) -> dict[str, Any]:  # as InMemoryTracer gives it, without times
     """A trace from what was said."""
-    seen = set[Any]()
-    children = [span for t in trajectories for span in _steps([*(t.get("prompt_messages") or ()), t.get("response_message") or {}], t.get("turns"), seen)]
+    said = [_Said([*(t.get("prompt_messages") or ()), t.get("response_message") or {}], t.get("turns")) for t in trajectories]
+    calls, seen = _Calls(said), set[Any]()
+    children = [span for one in said for span in _steps(one, calls, seen)]
     answer = str((trajectories[0].get("response_message") or {}).get("content") or "") if trajectories else ""
     return {**_span(name, "AGENT", {}, {"answer": answer}), "children": children}
 
 
-def _steps(messages: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]] | None, seen: set[Any]) -> list[dict[str, Any]]:
-    """Answers of the model and of its tools, in their order; each once, where later sequences begin with it again."""
-    found, waiting, known = list[dict[str, Any]](), list[Mapping[str, Any]](), False  # calls of the last answer that have no result yet; whether it is the model's
-    keys, numbers = _keys(messages), {t["place"]: t["number"] for t in turns or ()}
-    drawn = {i: numbers.get(i) if turns else key for i, key in enumerate(keys)}
-    for i, m in enumerate(messages):
-        if m.get("role") == "assistant":
-            if drawn[i] is not None and drawn[i] not in seen:
-                found.append(_span("model", "LLM", {"messages": [dict(x) for x in messages[:i]]}, {"message": dict(m)}))
-            waiting, known = list(m.get("tool_calls") or ()), drawn[i] is not None or keys[i] in seen
-        elif m.get("role") == "tool":
-            said, call = str(m.get("content") or ""), _called(waiting, m.get("tool_call_id"))
-            if known and keys[i] not in seen:
-                found.append(_span(str(m.get("name") or call.get("name") or "tool"), "TOOL", {"arguments": call.get("arguments")}, {"result": said}, said if said.startswith("Error") else None))
-    seen.update(keys, drawn.values())
-    return found
+class _Said:
+    """The messages of a sequence, and which of them the model gave: by their number, or all where there is none."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]] | None):
+        self.messages, self.turns, self.keys = messages, list(turns or ()), _keys(messages)
+        numbers = {t["place"]: t["number"] for t in self.turns}
+        self.drawn: list[Any] = [numbers.get(i) if turns else key for i, key in enumerate(self.keys)]
+        self.first = min(numbers.values(), default=0)
+
+    def results(self) -> Iterator[tuple[int, int | None, int, Mapping[str, Any]]]:
+        """Of each result: its place, that of the answer that called, the place of the call in it, and the function."""
+        at, waiting = None, list[tuple[int, Mapping[str, Any]]]()  # calls of the last answer that have no result yet
+        for i, m in enumerate(self.messages):
+            if m.get("role") == "assistant":
+                at, waiting = i, list(enumerate(m.get("tool_calls") or ()))
+            elif m.get("role") == "tool":
+                yield i, at, *_called(waiting, m.get("tool_call_id"))
 
 
-def _called(waiting: list[Mapping[str, Any]], ident: Any) -> Mapping[str, Any]:
-    """The function that a result is of: by its id, else the next in order."""
+def _called(waiting: list[tuple[int, Mapping[str, Any]]], ident: Any) -> tuple[int, Mapping[str, Any]]:
+    """The call that a result is of, by its id, else the next in order; and its function."""
     if not waiting:
-        return {}
-    at = next((i for i, c in enumerate(waiting) if ident is not None and c.get("id") == ident), 0)
-    return waiting.pop(at).get("function") or {}
+        return -1, {}
+    at = next((i for i, (_, c) in enumerate(waiting) if ident is not None and c.get("id") == ident), 0)
+    place, call = waiting.pop(at)
+    return place, call.get("function") or {}
+
+# %% ../../nbs/43_rollout.chat.ipynb #498d6b59
+class _Calls:
+    """The calls that the model made in a rollout, and which have a result behind the very answer that made them."""
+
+    def __init__(self, said: Sequence[_Said]):
+        self.owner = {s.keys[i]: number for s in said for i, number in enumerate(s.drawn) if number is not None}  # an answer behind its own beginning -> its number
+        turns = {t["number"]: t for s in said for t in s.turns}
+        self.named: dict[Any, list[tuple[Any, int, Mapping[str, Any]]]] = {}  # a call's id -> answer, place in it, function
+        for number in sorted(turns):
+            for place, c in enumerate(turns[number]["message"].get("tool_calls") or ()):
+                self.named.setdefault(c.get("id"), []).append((number, place, c.get("function") or {}))
+        self.done = {(self.owner[s.keys[at]], place) for s in said for i, at, place, _ in s.results() if at is not None and self.behind(s, i, at, place)}
+
+    def behind(self, said: _Said, i: int, at: int | None, place: int) -> bool:
+        """Whether a result stands behind an answer of the model's, as that was drawn."""
+        return at is not None and said.keys[at] in self.owner and (place >= 0 or said.messages[i].get("tool_call_id") not in self.named)
+
+    def missing(self, said: _Said) -> dict[int, Mapping[str, Any]]:
+        """Results behind a rewritten beginning that are nowhere else, and their functions."""
+        sent: dict[Any, list[int]] = {}
+        for i, at, place, _ in said.results():
+            ident = said.messages[i].get("tool_call_id")
+            if ident in self.named and not self.behind(said, i, at, place):
+                sent.setdefault(ident, []).append(i)
+        found: dict[int, Mapping[str, Any]] = {}
+        for ident, places in sent.items():
+            before = [c for c in self.named[ident] if c[0] < said.first]
+            for i, (number, place, function) in zip(reversed(places), reversed(before)):
+                if (number, place) not in self.done:
+                    self.done.add((number, place))
+                    found[i] = function
+        return found
+
+
+def _steps(said: _Said, calls: _Calls, seen: set[Any]) -> list[dict[str, Any]]:
+    """Answers of the model and of its tools, in their order; each once, where later sequences begin with it again."""
+    found, missing = list[dict[str, Any]](), calls.missing(said)
+    results = {i: function for i, at, place, function in said.results() if calls.behind(said, i, at, place) and said.keys[i] not in seen}
+    for i, m in enumerate(said.messages):
+        if m.get("role") == "assistant" and said.drawn[i] is not None and said.drawn[i] not in seen:
+            found.append(_span("model", "LLM", {"messages": [dict(x) for x in said.messages[:i]]}, {"message": dict(m)}))
+        elif i in results or i in missing:
+            text, call = str(m.get("content") or ""), results.get(i) or missing.get(i) or {}
+            found.append(_span(str(m.get("name") or call.get("name") or "tool"), "TOOL", {"arguments": call.get("arguments")}, {"result": text}, text if text.startswith("Error") else None))
+    seen.update(said.keys, said.drawn)
+    return found
 
 
 def _span(name: str, kind: str, inputs: dict[str, Any], outputs: dict[str, Any], error: str | None = None) -> dict[str, Any]:

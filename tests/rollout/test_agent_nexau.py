@@ -116,6 +116,7 @@ def test_a_recipe_runs_nexaus_agent_with_its_helper_token_for_token(nexau: Path)
         assert t["trace"]["type"] == "AGENT" and (t.metrics["tools"], t.metrics["models"]) == (1, 2)
         assert f"Add for {t.data['who']}" in t.prompt and len(t["turns"]) == 2
         assert t["agent"]["turns"] == 3  # the helper's, too
+        assert (t["agent"]["tool_calls"], t["agent"]["tool_errors"]) == (1, 0)
     made = sys.modules["nexau"].AgentConfig.made
     assert len({id(c) for c in made}) == 4, "a new agent for each rollout"
 

@@ -129,7 +129,8 @@ def test_a_conversation_that_was_changed_forks_and_nothing_counts_twice(run: Any
 
     found, sees, backend = run(agent, call("double", 7), call("half", 14), "Done.")
     assert_exact(backend.drawn, found)
-    assert {t["agent"]["turns"] for t in found} == {3}
+    assert {(t["agent"]["turns"], t["agent"]["tool_calls"]) for t in found} == {(3, 2)}
+    assert [s[3] for s in steps(sees.traces[0])] == ["14", "7"], "the result behind the rewritten beginning is of the model's own call"
     assert [s[1] for s in steps(sees.traces[0])].count("double") == 1 and [s["type"] for s in sees.traces[0]["children"]].count("LLM") == 3
 
 
@@ -143,3 +144,37 @@ def test_a_rollout_that_fails_says_how_far_it_came(run: Any) -> None:
 
     (t,), _, _ = run(agent, call("double", 7), "Hm.")
     assert t.status == "failed" and "OSError: the tools' server is down" in t["error"] and t["agent"]["turns"] == 2 and t["agent"]["ended"] == "failed"
+    assert (t["agent"]["tool_calls"], t["agent"]["tool_errors"]) == (1, 1) and [s[3] for s in steps(t["trace"])] == ["Error: no number"]
+
+
+@pytest.mark.parametrize("keeps_call", [True, False])
+def test_results_behind_a_compacted_history_are_of_the_models_own_calls_and_count_once(run: Any, keeps_call: bool) -> None:
+    """The same call three times, each word for word; then all but the end becomes a summary."""
+
+    def agent(base_url: str, row: dict[str, Any]) -> str:
+        talk: list[Any] = [{"role": "user", "content": "?"}]
+        for said in ("1", "2"):
+            talk.append(result(ask(base_url, talk), 0, said))
+        last = ask(base_url, talk)
+        kept = talk[-3:] if keeps_call else talk[-2:-1]  # in the second, a result without its call
+        talk = [{"role": "user", "content": "Summary: 1, 2."}, *kept, *([] if keeps_call else [last]), result(last, 0, "3")]
+        ask(base_url, talk)
+        talk = [{"role": "user", "content": "Summary: 1, 2, 3."}, *talk[1:]]
+        return str(ask(base_url, talk)["content"])
+
+    found, sees, backend = run(agent, *[call("double", 7)] * 3, "Three.", "Done.")
+    assert_exact(backend.drawn, found)
+    assert [s[1:4] for s in steps(sees.traces[0])] == [("double", s[2], r) for s, r in zip(steps(sees.traces[0]), "123", strict=True)] and steps(sees.traces[0])[2][2] is not None
+    assert {t["agent"]["tool_calls"] for t in found} == {3}
+
+
+def test_examples_that_the_agent_shows_are_no_calls_of_the_model(run: Any) -> None:
+    shown = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_9", "type": "function", "function": {"name": "half", "arguments": '{"a": 2}'}}]}
+
+    def agent(base_url: str, row: dict[str, Any]) -> str:
+        talk: list[Any] = [{"role": "user", "content": "2?"}, shown, result(shown, 0, "1"), {"role": "user", "content": "?"}]
+        talk.append(result(ask(base_url, talk), 0, "14"))
+        return str(ask(base_url, talk)["content"])
+
+    (t,), sees, _ = run(agent, call("double", 7), "Done.")
+    assert t["agent"]["tool_calls"] == 1 and [s[1] for s in steps(sees.traces[0])] == ["double"]
