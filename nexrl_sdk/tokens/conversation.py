@@ -9,6 +9,7 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -173,13 +174,28 @@ class Conversation:
     def _shown(self, parsed: Parsed) -> dict[str, Any]:
         """An answer for the template: what that knows no place for stands in the content, as the model wrote it."""
         message, template = template_message(parsed.message), str(getattr(self.tokenizer, "chat_template", ""))
-        if "tool_calls" in message and "tool_calls" not in template:
+        if "tool_calls" in message and ("tool_calls" not in template or (len(message["tool_calls"]) > 1 and self._takes_one)):
             del message["tool_calls"]
             message["content"] = parsed.written
         if parsed.thought and "reasoning" not in template:
             message.pop("reasoning_content", None)
             message["content"] = parsed.thought + message["content"]
         return message
+
+    @cached_property
+    def _takes_one(self) -> bool:
+        """Whether the template refuses answers with several calls, as Llama's does."""
+
+        def taken(n: int) -> bool:
+            calls = [{"id": f"abcdefgh{i}", "type": "function", "function": {"name": "f", "arguments": {}}} for i in range(n)]
+            results = [{"role": "tool", "tool_call_id": c["id"], "name": "f", "content": "1"} for c in calls]
+            try:
+                _template(self.tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results], True, self.template_kwargs)
+            except ConfigError:
+                return False
+            return True
+
+        return taken(1) and not taken(2)
 
     def _known(self, messages: list[dict[str, Any]], keys: list[bytes]) -> list[Turn]:
         """Turns that the messages go on from: the latest of the longest, others that say the same, and what those went on from."""

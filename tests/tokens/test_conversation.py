@@ -345,6 +345,29 @@ def test_what_a_template_has_no_place_for_stays_in_the_content() -> None:
     assert asked.parent is first and "See " + CALL in asked.text
 
 
+@pytest.mark.parametrize("n", [2, 20])
+@pytest.mark.parametrize("sign", ["", "<|python_tag|>"])
+def test_several_calls_that_a_template_takes_only_one_of(n: int, sign: str) -> None:
+    tokenizer = loaded("llama3.1")
+    talk = Conversation(tokenizer)
+    one = '{"name": "add",  "parameters": {"a": %d}}'  # with a space that the template does not write
+    messages: list[dict[str, Any]] = [USER]
+    for n_calls in (1, n, 1):
+        turn = talk.add(talk.prompt(messages, TOOLS), said_by(tokenizer, sign + "; ".join(one % i for i in range(n_calls)), "<|eot_id|>"))
+        assert len(turn.parsed.message["tool_calls"]) == n_calls
+        messages += [turn.parsed.message, *({"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in turn.parsed.message["tool_calls"])]
+        asked = talk.prompt(messages, TOOLS)
+        assert asked.parent is turn and not asked.forked and asked.tokens == turn.tokens + asked.new
+        assert tokenizer.decode(asked.new) == '<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>' * n_calls + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert "; ".join(one % i for i in range(n)) in asked.text
+
+
+def test_calls_that_nobody_drew_and_a_template_refuses_are_refused() -> None:
+    calls = [{"id": f"abcdefgh{i}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(2)]
+    with pytest.raises(ConfigError, match="only supports single tool-calls"):
+        Conversation(loaded("llama3.1")).prompt([USER, {"role": "assistant", "content": "", "tool_calls": calls}, USER], TOOLS)
+
+
 def test_the_answer_that_a_client_went_on_from_is_told_by_its_thoughts() -> None:
     tokenizer = loaded("qwen3")
     talk = Conversation(tokenizer)
