@@ -55,9 +55,9 @@ _DENIED = {  # system call: its number on x86_64 and on aarch64 (-1: it has none
     "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186),
     "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447), "fanotify_init": (300, 262), "vmsplice": (278, 75),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1),
+    "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1),
 }  # fmt: skip
-_MACHINES = {"x86_64": (0xC000003E, 56, 435, 41), "aarch64": (0xC00000B7, 220, 435, 198)}  # audit number; clone, clone3, socket
+_MACHINES = {"x86_64": (0xC000003E, 56, 435, 41, 9, 54), "aarch64": (0xC00000B7, 220, 435, 198, 222, 208)}  # audit number; clone, clone3, socket, mmap, setsockopt
 _NAMESPACES = 0x7E020080  # the flags of clone that make any
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -69,7 +69,7 @@ def seccomp_filter(
     """The filter as the kernel reads it; ConfigError on a machine that it is not written for."""
     if machine not in _MACHINES:
         raise ConfigError(f"the sandbox's filter of system calls is written for {' and '.join(_MACHINES)}, not for {machine}")
-    audit, clone, clone3, socket = _MACHINES[machine]
+    audit, clone, clone3, socket, mmap, setsockopt = _MACHINES[machine]
     load, equal, least, set_, back = 0x20, 0x15, 0x35, 0x45, 0x06
     rules = [(load, 0, 0, 4), (equal, 1, 0, audit), (back, 0, 0, _KILL), (load, 0, 0, 0)]
     rules += [(least, 0, 1, 0x40000000), (back, 0, 0, _ERROR | 38)]  # the x32 calls: other numbers for the same
@@ -78,6 +78,9 @@ def seccomp_filter(
         rules += [(equal, 0, 1, number), (back, 0, 0, _ERROR | 1)] if number >= 0 else []
     rules += [(equal, 0, 1, clone3), (back, 0, 0, _ERROR | 38)]  # its flags cannot be read here: the C library falls back on clone
     rules += [(equal, 0, 4, clone), (load, 0, 0, 16), (set_, 0, 1, _NAMESPACES & ~0x80), (back, 0, 0, _ERROR | 1), (back, 0, 0, _ALLOW)]
+    rules += [(equal, 0, 5, mmap), (load, 0, 0, 40), (set_, 0, 2, 0x20), (set_, 0, 1, 1), (back, 0, 0, _ERROR | 1), (back, 0, 0, _ALLOW)]  # anonymous, shared
+    sizes = [(equal, 3 - i, i == 3, option) for i, option in enumerate((7, 8, 32, 33))]  # SO_SNDBUF, SO_RCVBUF, and the same by force
+    rules += [(equal, 0, 7, setsockopt), (load, 0, 0, 32), *sizes, (back, 0, 0, _ERROR | 1), (back, 0, 0, _ALLOW)]
     rules += [(equal, 0, 3, socket), (load, 0, 0, 16), (equal, 1, 0, 1), (back, 0, 0, _ERROR | 97), (back, 0, 0, _ALLOW)]  # AF_UNIX alone
     return b"".join(struct.pack("=HBBI", *r) for r in rules)
 
@@ -195,8 +198,8 @@ def _quota() -> float:
         most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.inf if most == "max" else int(most) / int(period)
     with suppress(OSError, ValueError):
-        most, period = (int(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{n}_us").read_text()) for n in ("quota", "period"))
-        return most / period if most > 0 else math.inf
+        quota, each = (int(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{n}_us").read_text()) for n in ("quota", "period"))
+        return quota / each if quota > 0 else math.inf
     return math.inf
 
 
@@ -281,7 +284,7 @@ class Sandbox:
         *,
         seconds: float = 10.0,  # of wall-clock time, from when the program begins; what it waited for a processor that others had is not counted
         cpu_seconds: float | None = None,  # of one process; None: as many as of wall-clock time
-        memory: int = 1 << 30,  # bytes of address space of a process, and of memory of all together
+        memory: int = 1 << 30,  # bytes of address space of a process, and of memory of all together (looked at ten times a second)
         processes: int = 16,  # processes and threads at one time
         output: int = 1 << 20,  # bytes of stdout, and of stderr; a program that writes more is ended
         disk: int = 64 << 20,  # bytes of files
@@ -516,7 +519,7 @@ class _Jobs:
         """End what uses more memory, or has more files, than all its processes may."""
         for job in self.jobs:
             pid = self._pid(job)
-            if pid is not None and _memory_of(pid) > self.sandbox.memory:
+            if pid is not None and _memory_of(pid) + (_sockets_of(pid) if job.info >= 0 else 0) > self.sandbox.memory:
                 self.end(job, "memory")
             elif pid is not None and job.info >= 0 and _files_of(pid) > self.sandbox.files:
                 self.end(job, "files")
@@ -605,7 +608,7 @@ def _wrapped(sandbox: Sandbox, rules: int, info: int) -> list[str]:
     return [
         str(sandbox.bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", *users,
         "--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", *_binds(str(sandbox.python), sandbox.packages),
-        "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108 - within
+        "--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero", "--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108 - within
         "--perms", "1777", "--size", str(sandbox.disk), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work", "--remount-ro", "/",  # noqa: S108 - within
         *(a for k, v in {**_ENVIRONMENT, "LD_LIBRARY_PATH": "/py/lib"}.items() for a in ("--setenv", k, v)),
         "--seccomp", str(rules), "--info-fd", str(info), "--", "/py/bin/python",
@@ -664,14 +667,30 @@ def _children_of_thread(pid: int, task: int) -> list[int]:
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes of memory that a process and its descendants hold."""
+    """Bytes of memory that a process and its descendants hold, without what they share with files."""
     pages = 0
     for member in _tree(pid):
         try:
-            pages += int(Path(f"/proc/{member}/statm").read_text().split()[1])
+            resident, shared = Path(f"/proc/{member}/statm").read_text().split()[1:3]
+            pages += int(resident) - int(shared)
         except (OSError, IndexError):  # it has ended
             continue
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@cache
+def _socket_bytes() -> int:
+    """What a socket may hold."""
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/core/wmem_default").read_text())
+    return 212_992
+
+
+def _sockets_of(pid: int) -> int:
+    """Bytes that the sockets of a sandbox may hold: the kernel counts what they do hold for nobody."""
+    with suppress(OSError):
+        return max(0, Path(f"/proc/{pid}/net/unix").read_bytes().count(b"\n") - 1) * _socket_bytes()
+    return 0
 
 
 def _times_of(pid: int) -> tuple[float, float]:

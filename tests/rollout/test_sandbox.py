@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -78,6 +79,29 @@ def test_programs_can_use_the_library_and_processes(sandbox: Sandbox) -> None:
     code = "import sqlite3, ssl, multiprocessing as m, tempfile, subprocess, sys\n"
     code += "print(m.get_context('fork').Pool(2).map(abs, [-1, -2]), tempfile.mkdtemp()[:6], subprocess.run([sys.executable, '-c', 'print(5)'], capture_output=True).stdout)"
     assert sandbox.run(code).stdout == "[1, 2] /work/ b'5\\n'\n"
+
+
+def test_memory_is_shared_by_files_and_by_the_library(sandbox: Sandbox) -> None:
+    code = """
+    import mmap, multiprocessing as m, os
+    from multiprocessing import shared_memory
+    fork = m.get_context("fork")
+    def work(number, array, block):
+        with number.get_lock(): number.value += 1
+        array[1], block.buf[0] = 7, 8
+    if __name__ == "__main__":
+        number, array, block = fork.Value("i", 1), fork.Array("d", 200_000), shared_memory.SharedMemory(create=True, size=1000)
+        other = fork.Process(target=work, args=(number, array, block)); other.start(); other.join()
+        print(number.value, array[1], block.buf[0], fork.Queue().empty())
+        block.unlink()
+        with open("x", "wb+") as f:
+            f.truncate(5000)
+            with mmap.mmap(f.fileno(), 0) as shared:
+                if os.fork() == 0: shared[0] = 9; os._exit(0)
+                os.wait(); print(shared[0])
+        print(len(mmap.mmap(-1, 5000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), open("/dev/zero", "rb").read(3))
+    """
+    assert sandbox.run(textwrap.dedent(code)).stdout == "2 7.0 8 True\n9\n5000 b'\\x00\\x00\\x00'\n"
 
 
 def test_named_packages_can_be_imported_and_not_written() -> None:
@@ -317,8 +341,8 @@ def test_the_filter_has_the_kernels_numbers() -> None:
         pytest.skip("libseccomp is not installed")
     resolve = library.seccomp_syscall_resolve_name_arch
     resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
-    for i, (machine, (audit, clone, clone3, socket)) in enumerate(room._MACHINES.items()):
-        known = {**{name: numbers[i] for name, numbers in room._DENIED.items()}, "clone": clone, "clone3": clone3, "socket": socket}
+    for i, (machine, (audit, clone, clone3, socket, mmap, setsockopt)) in enumerate(room._MACHINES.items()):
+        known = {**{name: numbers[i] for name, numbers in room._DENIED.items()}, "clone": clone, "clone3": clone3, "socket": socket, "mmap": mmap, "setsockopt": setsockopt}
         assert {n: max(-1, resolve(audit, n.encode())) for n in known} == known, machine
 
 

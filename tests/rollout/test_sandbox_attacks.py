@@ -282,6 +282,39 @@ def test_memory_that_no_limit_counts_cannot_be_had() -> None:
     )
 
 
+def test_shared_memory_that_no_process_shows_cannot_be_had() -> None:
+    refused(
+        """
+        import mmap, os
+        for flags in (mmap.MAP_SHARED, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000):
+            print(tried(mmap.mmap, -1, 1 << 20, flags))
+        for path in ("/dev/zero", "/dev/full"):
+            print(tried(mmap.mmap, os.open(path, os.O_RDWR), 1 << 20, mmap.MAP_SHARED))
+        """
+    )
+
+
+def test_buffers_of_sockets_are_counted() -> None:
+    refused("import socket\na = socket.socketpair()[0]\nfor name in ('SNDBUF', 'RCVBUF'): print(tried(a.setsockopt, socket.SOL_SOCKET, getattr(socket, 'SO_' + name), 1 << 20))\na.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)")
+    result = attack(
+        """
+        import os, socket, time
+        for _ in range(7):
+            if os.fork() == 0:
+                held = [socket.socketpair() for _ in range(28)]
+                time.sleep(60)
+        time.sleep(60)
+        """,
+        memory=64 * MIB,
+    )
+    assert (result.status, result.cause) == ("killed", "memory")
+    assert attack("import asyncio, socket\nasync def f(): return [socket.socketpair() for _ in range(20)]\nprint(len(asyncio.run(f())))", memory=128 * MIB).stdout == "20\n"
+
+
+def test_no_process_makes_itself_wait() -> None:
+    refused("import os\nprint(tried(os.nice, 5))\nprint(tried(os.setpriority, os.PRIO_PROCESS, 0, 19))\nprint(tried(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)))")
+
+
 @pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm", "/", "/py", "/dev"])
 def test_disks_cannot_be_filled(folder: str) -> None:
     result = attack(
