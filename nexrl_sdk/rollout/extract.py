@@ -190,6 +190,12 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number[:40]} is larger than any number that can be held")
+    return value
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError(f"the key {next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)!r} is there twice")
@@ -207,6 +213,6 @@ def strict_json(
     if fenced and fence != "forbidden":
         body = fenced[1]
     try:
-        return json.loads(body, parse_constant=_no_constant, object_pairs_hook=_unique)
+        return json.loads(body, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

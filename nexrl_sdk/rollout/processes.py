@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -16,43 +17,135 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .evaluator import waiting
+from .extract import extract_answer, last_box
 from ..types import ConfigError, EvaluatorError
 
 # %% auto #0
-__all__ = ['REST', 'Processes', 'shared_processes', 'close_processes']
+__all__ = ['REST', 'Unchecked', 'Failed', 'schema_validator', 'hold_to_schema', 'Processes', 'shared_processes',
+           'close_processes']
 
 # %% ../../nbs/43_rollout.processes.ipynb #0237cde8
 REST = 300.0  # seconds without work after which a process ends
 _MANY = 2000  # pieces of work after which a process is replaced
+_SHORT = 200  # characters of an answer that is read as a formula where none is marked in it
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")  # three letters that are no command
+_MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+
+
+class Unchecked(EvaluatorError):
+    """A piece of work that came to no result of its own doing: it took too long, or its process crashed."""
+
+
+class Failed(Unchecked):
+    """A piece of work that raised an exception."""
+
+# %% ../../nbs/43_rollout.processes.ipynb #e5e1b4f7
+def _formula(text: str, bare: bool) -> Any:
+    """What math-verify reads in a text; bare: the text is a formula, also where nothing marks it as one."""
+    from math_verify import parse
+
+    found = parse(f"${text}$", parsing_timeout=None) if bare and not _MARKED.search(text) else []
+    return found or parse(text, parsing_timeout=None)
+
+
+def _formulas(text: str, bare: bool) -> Iterator[Any]:
+    """What an answer may be read as: as math-verify does, and where nothing marks a formula, the whole."""
+    tagged = extract_answer(text, "tag", reasoning=True) if last_box(text) is None else None
+    text, bare = (text.strip(), bare) if tagged is None else (tagged, True)
+    found = _formula(text, bare)
+    yield found
+    if text and len(text) <= _SHORT and not (bare or "\n" in text or _MARKED.search(text)) and not (found and _WORD.search(text)):
+        yield _formula(text, True)
+
+# %% ../../nbs/43_rollout.processes.ipynb #d495d37f
+def _bare(text: str) -> str:
+    """An answer without a box, a tag or signs of a formula around it; of several boxes math-verify knows better."""
+    text = text.strip() if text.count(r"\boxed") > 1 else extract_answer(text, ("boxed", "tag", "text"), reasoning=True) or ""
+    for begin, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if len(text) > len(begin + end) and text.startswith(begin) and text.endswith(end):
+            return text[len(begin) : -len(end)].strip()
+    return text
 
 
 def _maths(task: Mapping[str, Any]) -> dict[str, Any]:
     """Compare two formulas with math-verify."""
     from math_verify import parse, verify
 
-    def read(text: str, bare: bool) -> Any:
-        found = parse(f"${text}$", parsing_timeout=None) if bare and not re.search(r"\$|\\boxed|\\\(|\\\[", text) else []
-        return found or parse(text, parsing_timeout=None)
-
-    truth = read(task["truth"], True)
+    options = {"float_rounding": task["rounding"], "numeric_precision": task["precision"], "strict": task["strict"], "timeout_seconds": None, "raise_on_error": True}
+    truth = _formula(task["truth"], True)
     if not truth:
         return {"unread": True}
-    given = read(task["given"], task["bare"])
-    options = {"float_rounding": task["rounding"], "numeric_precision": task["precision"], "strict": task["strict"]}
-    right = bool(given) and verify(truth, given, timeout_seconds=None, raise_on_error=True, **options)
-    return {"right": bool(right), "parsed": bool(given), "read": str(given[-1])[:500] if given and isinstance(given[-1], str) else ""}
+    if task.get("alone"):
+        return {"alone": [bool(verify(truth, other, **options)) for other in (truth, parse("$1$", parsing_timeout=None))]}
+    if _bare(task["given"]) == _bare(task["truth"]):
+        return {"right": True, "parsed": True}
+    given = [g for g in _formulas(task["given"], task["bare"]) if g]
+    return {"right": any(verify(truth, g, **options) for g in given), "parsed": bool(given)}
 
-
+# %% ../../nbs/43_rollout.processes.ipynb #5830cce2
 def _pattern(task: Mapping[str, Any]) -> dict[str, Any]:
     """Match a text."""
     return {"right": getattr(re.compile(task["pattern"], task["flags"]), task["how"])(task["text"]) is not None}
 
+# %% ../../nbs/43_rollout.processes.ipynb #7978b464
+def schema_validator(
+    schema: Any,  # a JSON schema
+    check: bool = True,  # whether it is one; jsonschema.SchemaError where it is not
+) -> Any:
+    """What checks values against a schema, without fetching anything."""
+    import jsonschema
+    from jsonschema_specifications import REGISTRY
 
-_TASKS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"maths": _maths, "pattern": _pattern}
+    cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    if check:
+        cls.check_schema(schema)
+    return jsonschema.validators.extend(cls, {"uniqueItems": _unique_items})(schema, registry=REGISTRY)
+
+
+def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Any:
+    from jsonschema import ValidationError
+
+    if wanted and validator.is_type(instance, "array") and len({_key(v) for v in instance}) < len(instance):
+        yield ValidationError("it has non-unique elements")
+
+# %% ../../nbs/43_rollout.processes.ipynb #62758ca4
+def _key(value: Any) -> Any:
+    """The same for what JSON calls equal: 1 and 1.0, but not 1 and true."""
+    if isinstance(value, dict):
+        return "object", frozenset((k, _key(v)) for k, v in value.items())
+    if isinstance(value, list):
+        return "array", tuple(_key(v) for v in value)
+    return ("bool", value) if isinstance(value, bool) else value
+
+
+def hold_to_schema(
+    validator: Any,  # of `schema_validator`
+    value: Any,  # as JSON has it
+) -> dict[str, str]:
+    """What is wrong as `why`; `unchecked` where the value is too deep or a number in it too large."""
+    try:
+        wrong = next(validator.iter_errors(value), None)
+        return {} if wrong is None else {"why": f"{wrong.json_path}: {wrong.message[:400]}"[:500]}
+    except (RecursionError, OverflowError, MemoryError) as e:
+        return {"unchecked": f"{type(e).__name__}: it is nested too deeply, or a number in it is too large, to be held to the schema"}
+
+# %% ../../nbs/43_rollout.processes.ipynb #2922cc21
+@functools.lru_cache(32)
+def _validator_of(schema: str) -> Any:
+    return schema_validator(json.loads(schema), check=False)
+
+
+def _schema(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Hold a value to a schema."""
+    return {**hold_to_schema(_validator_of(task["schema"]), json.loads(task["value"]))}
+
+
+_TASKS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"maths": _maths, "pattern": _pattern, "schema": _schema}
 
 # %% ../../nbs/43_rollout.processes.ipynb #e288ccf7
 def _serve(rest: float) -> None:
@@ -61,8 +154,9 @@ def _serve(rest: float) -> None:
     os.dup2(2, 1)  # whatever prints, prints elsewhere
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
-    with contextlib.suppress(ImportError):
-        importlib.import_module("math_verify")  # loaded before the clock runs
+    for module in ("math_verify", "jsonschema"):  # loaded before the clock runs
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     _say(out, {"ready": True})
     while True:
         try:
@@ -117,15 +211,27 @@ class _Process:
 
     def ask(self, task: Mapping[str, Any], limit: float) -> dict[str, Any]:
         """What it answers; _Late or _Gone where it does not."""
-        if not self.served and "ready" not in self._line(self._limit):
-            raise _Gone(self.process.wait())
+        if not self.served:
+            self._wait_for_it()
         self.served += 1
+        before = _spent(self.process.pid)
         try:
             self.process.stdin.write(json.dumps({**task, "limit": limit}).encode() + b"\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
         except OSError:
             raise _Gone(self.process.wait()) from None
-        return self._line(limit)
+        try:
+            return self._line(limit)
+        except _Late:
+            spent = _spent(self.process.pid)
+            raise _Late(before is None or spent is None or spent - before >= limit * _OWN) from None
+
+    def _wait_for_it(self) -> None:
+        """Until it can serve."""
+        with waiting():
+            answer = self._line(self._limit)
+        if "ready" not in answer:
+            raise _Gone(self.process.wait())
 
     def _line(self, limit: float) -> dict[str, Any]:
         clock = _Clock(limit, self.process.kill)
@@ -170,8 +276,23 @@ class _Clock:
         return self._late
 
 
+_OWN = 0.2  # of the limit: who spent less processor time than this was held up by others
+
+
+def _spent(pid: int) -> float | None:
+    """Seconds of processor time of a process, also of one that was killed; None where the system does not say."""
+    try:
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class _Late(Exception):
     """It took too long and was killed."""
+
+    def __init__(self, own: bool = False):
+        self.own = own  # whether it was at work all the time
 
 
 class _Gone(Exception):
@@ -216,19 +337,21 @@ class Processes:
         task: Mapping[str, Any],  # with its kind, as JSON
         limit: float,  # seconds
     ) -> dict[str, Any]:
-        """Have a piece of work done; EvaluatorError where it takes too long or the process dies."""
+        """Have a piece of work done; Unchecked where it takes too long, fails or crashes, EvaluatorError where others are to blame."""
         free, kept = self._free, None
-        process = free.get()
+        with waiting():
+            process = free.get()
         try:
             answer, kept = self._served(process, task, limit)
-        except _Late:
-            raise EvaluatorError(f"{task['kind']}: no result within {limit:g} s; its process was killed and is replaced") from None
+        except _Late as e:
+            held_up = "" if e.own else "; it was hardly given processor time: is the machine overloaded?"
+            raise (Unchecked if e.own else EvaluatorError)(f"{task['kind']}: no result within {limit:g} s; its process was killed and is replaced{held_up}") from None
         except _Gone as e:
-            raise EvaluatorError(f"{task['kind']}: its process ended with code {e.code} and is replaced (out of memory?)") from None
+            raise (EvaluatorError if e.code in _FROM_OUTSIDE else Unchecked)(f"{task['kind']}: its process ended with code {e.code} and is replaced (out of memory?)") from None
         finally:
             free.put(kept)
         if "error" in answer:
-            raise EvaluatorError(f"{task['kind']} failed: {answer['error']}")
+            raise Failed(f"{task['kind']} failed: {answer['error']}")
         return answer
 
     def _served(self, process: _Process | None, task: Mapping[str, Any], limit: float) -> tuple[dict[str, Any], _Process | None]:
@@ -269,6 +392,7 @@ class Processes:
             process.end()
 
 
+_FROM_OUTSIDE = (0, -1, -2, -9, -15)  # codes of ends that others bring about: by itself after its rest, or by a signal that a person or the system sends
 _POOLS: weakref.WeakSet[Processes] = weakref.WeakSet()
 _SHARED: list[Processes] = []
 _MAKING = threading.Lock()

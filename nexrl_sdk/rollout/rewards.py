@@ -5,7 +5,9 @@
 # %% ../../nbs/43_rollout.rewards.ipynb #ec73b366
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import math
 import re
 import string
@@ -18,11 +20,11 @@ from typing import Any
 from .cached import Cached, evaluate_batch, identity_of
 from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator
 from .extract import WAYS, How, after_reasoning, check_how, extract_answer, last_box, parse_number, read_text, strict_json
-from .processes import Processes, close_processes, shared_processes
+from .processes import Failed, Processes, Unchecked, close_processes, hold_to_schema, schema_validator, shared_processes
 from ..types import ConfigError, EvaluatorError, nearest
 
 # %% auto #0
-__all__ = ['ReadyMade', 'normalise', 'ExactMatch', 'token_f1', 'edit_ratio', 'FuzzyMatch', 'Numeric', 'needs', 'Maths',
+__all__ = ['COSTLY', 'ReadyMade', 'normalise', 'ExactMatch', 'token_f1', 'edit_ratio', 'FuzzyMatch', 'Numeric', 'needs', 'Maths',
            'JSONFormat', 'RegexFormat', 'Length', 'Cached', 'evaluate_batch', 'identity_of', 'extract_answer',
            'last_box', 'parse_number', 'Processes', 'close_processes']
 
@@ -276,7 +278,7 @@ class Maths(ReadyMade):
         extract: How | None = None,  # None: where math-verify looks, a box first and then the last formula or number
         truth_extract: How = "text",
         *,
-        limit: float = 10.0,  # seconds for one comparison
+        limit: float = 10.0,  # seconds for one comparison, less than eval_timeout; an answer that takes longer is 0 and `unchecked`
         strict: bool = True,  # False: variables may have other names, and sets may be tuples
         rounding: int = 6,  # decimals of floats that are compared
         precision: int = 15,  # digits with which values are computed
@@ -293,17 +295,32 @@ class Maths(ReadyMade):
         self._processes = processes
 
     def compare(self, given: str, truth: str) -> tuple[float, dict[str, float]]:
-        """What math-verify says."""
-        task = {"kind": "maths", "given": given, "truth": truth, "bare": self.bare, "strict": self.strict, "rounding": self.rounding, "precision": self.precision}
+        """What math-verify says; 0 and `unchecked` where the answer, and not the truth, is why it says nothing."""
+        try:
+            found = self._ask(given, truth)
+        except Unchecked:
+            self._readable(truth)
+            return 0.0, {"unchecked": 1.0}
+        return float(found["right"]), {"parsed": float(found["parsed"]), "unchecked": 0.0}
+
+    def _ask(self, given: str, truth: str, alone: bool = False) -> dict[str, Any]:
+        task = {"kind": "maths", "given": given, "truth": truth, "alone": alone, "bare": self.bare, "strict": self.strict, "rounding": self.rounding, "precision": self.precision}
         found = (self._processes or shared_processes()).ask(task, self.limit)
         if found.get("unread"):
             raise EvaluatorError(f"the truth {truth[:80]!r} in column {self.column!r} cannot be read as mathematics")
-        return float(found["right"]), {"parsed": float(found["parsed"])}
+        return found
+
+    def _readable(self, truth: str) -> None:
+        """EvaluatorError where nothing can be compared with a truth."""
+        try:
+            self._ask("", truth, alone=True)
+        except Unchecked as e:
+            raise EvaluatorError(f"the truth {truth[:80]!r} in column {self.column!r} cannot be compared with anything: {e}") from None
 
     def check(self, truths: list[str]) -> None:
         """Whether each can be read."""
         for truth in truths:
-            self.compare("", truth)
+            self._readable(truth)
 
 # %% ../../nbs/43_rollout.rewards.ipynb #da06a95c
 class JSONFormat(Evaluator):
@@ -314,14 +331,17 @@ class JSONFormat(Evaluator):
         schema: Mapping[str, Any] | None = None,  # a JSON schema
         *,
         fence: str = "allowed",  # "allowed", "required" or "forbidden": ``` around it
-        name: str | None = None,
-        weight: float = 1.0,
+        limit: float = 10.0,  # seconds to hold an answer to a schema with patterns or references; what takes longer is 0 and `unchecked`
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         if fence not in ("allowed", "required", "forbidden"):
             raise ConfigError(f"fence={fence!r} is not known{nearest(fence, ('allowed', 'required', 'forbidden'))}")
-        self.schema, self.fence = schema, fence
+        if not limit > 0:
+            raise ConfigError(f"limit must be more than 0 seconds, not {limit}")
+        self.schema, self.fence, self.limit = schema, fence, limit
         self.reward_name, self.reward_weight = name or "JSONFormat", float(weight)
-        self._validator = None if schema is None else _validator(schema)
+        self._validator, self._text = _checked_schema(schema)
 
     def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
         """Read it, and hold it to the schema."""
@@ -329,26 +349,63 @@ class JSONFormat(Evaluator):
             value = strict_json(after_reasoning(read_text(evaluation_target.final_answer)) or "", self.fence)
         except ValueError as e:
             return EvaluationRunResult(0.0, metrics={"json": 0.0}, extra_info={"why": str(e)[:500]})
-        wrong = None if self._validator is None else next(self._validator.iter_errors(value), None)
-        why = {} if wrong is None else {"why": f"{wrong.json_path}: {wrong.message}"[:500]}
-        return EvaluationRunResult(float(wrong is None), metrics={"json": 1.0}, extra_info=why)
+        found = {} if self._validator is None else self._held(value)
+        metrics = {} if self._validator is None else {"unchecked": float("unchecked" in found)}
+        why = " ".join(str(v) for v in found.values())
+        return EvaluationRunResult(float(not found), metrics={"json": 1.0, **metrics}, extra_info={"why": why} if why else {})
+
+    def _held(self, value: Any) -> dict[str, str]:
+        """What is wrong, or why that cannot be told."""
+        if self._text is None:
+            return hold_to_schema(self._validator, value)
+        try:
+            return shared_processes().ask({"kind": "schema", "schema": self._text, "value": json.dumps(value)}, self.limit)
+        except Failed:
+            raise
+        except (Unchecked, RecursionError) as e:
+            return {"unchecked": str(e)[:500]}
 
     def __repr__(self) -> str:
         return f"JSONFormat({'' if self.schema is None else 'by a schema, '}fence={self.fence!r})"
 
+# %% ../../nbs/43_rollout.rewards.ipynb #3fcba375
+COSTLY = frozenset({"pattern", "patternProperties", "$ref", "$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"})  # keywords whose work may grow faster than an answer
 
-def _validator(schema: Mapping[str, Any]) -> Any:
-    """What checks values against a schema; ConfigError where the schema is none."""
+
+def _words(schema: Any) -> set[str]:
+    """All keys in a schema."""
+    inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, (list, tuple)) else ()
+    return set().union(schema if isinstance(schema, Mapping) else (), *(_words(v) for v in inner))
+
+
+def _checked_schema(schema: Mapping[str, Any] | None) -> tuple[Any, str | None]:
+    """What checks values against a schema, and its text where that is done in another process; ConfigError where the schema is none."""
+    if schema is None:
+        return None, None
     needs("jsonschema", "jsonschema", "a schema")
     import jsonschema
-    from jsonschema_specifications import REGISTRY
 
-    cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        cls.check_schema(schema)
+        validator = schema_validator(schema)
+        text = json.dumps(schema)
+        costly = bool(COSTLY & _words(schema))
     except jsonschema.SchemaError as e:
         raise ConfigError(f"this is no JSON schema: {e.json_path}: {e.message}") from e
-    return cls(schema, registry=REGISTRY)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ConfigError(f"this is no JSON schema: {e}") from e
+    if costly and _endless(validator):
+        raise ConfigError("the schema refers to itself without end: even the plainest value cannot be held to it")
+    return validator, text if costly else None
+
+
+def _endless(validator: Any) -> bool:
+    """Whether a schema refers to itself whatever the value is."""
+    from referencing.exceptions import Unresolvable
+
+    with contextlib.suppress(Unresolvable):  # an error of each answer that comes there
+        plainest: tuple[Any, ...] = (None, True, 0, "", [], {})
+        return any("unchecked" in hold_to_schema(validator, v) for v in plainest)
+    return False
 
 # %% ../../nbs/43_rollout.rewards.ipynb #d75f2e48
 class RegexFormat(Evaluator):

@@ -244,15 +244,14 @@ def test_maths_says_what_math_verify_says_in_a_main_thread(pool):
 
 
 @pytest.mark.timeout(120)
-def test_what_hangs_is_killed_and_replaced_and_is_no_zero(pool):
+def test_what_hangs_is_killed_and_replaced(pool):
     pytest.importorskip("math_verify")
     hanging = [r"\boxed{\sum_{n=1}^{99999999}\frac{\sin(n!)}{n^n+1}}", r"\boxed{9999999^{99999999}+1}"]
     short, maths = Maths(limit=0.6, processes=pool), Maths(processes=pool)
     assert score(maths, {"answer": "4"}, "4").reward == 1
     before = set(pool.pids)
     late = evaluate_batch(short, [{"answer": "1"}] * 4, hanging * 2, concurrency=4)
-    assert [s.status for s in late] == ["error"] * 4 and all(s.reward is None for s in late)
-    assert all("within 0.6 s" in s.error or "failed" in s.error or "ended" in s.error for s in late)
+    assert [(s.reward, s.metrics["unchecked"]) for s in late] == [(0.0, 1.0)] * 4
     assert before - set(pool.pids)
     assert [s.reward for s in evaluate_batch(maths, [{"answer": "4"}] * 6, ["$2+2$", "5"] * 3)] == [1, 0] * 3
     assert len(pool.pids) <= 2 and all(map(gone, before - set(pool.pids)))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from nexrl_sdk.rollout.evaluator import score, waiting, within
 from nexrl_sdk.rollout.extract import extract_answer
+from nexrl_sdk.rollout.processes import Unchecked
+from nexrl_sdk.rollout.rewards import JSONFormat, Maths, Numeric, Processes, evaluate_batch
+from nexrl_sdk.types import ConfigError, EvaluatorError
 
 ENDLESS = 60  # seconds for a child process: far more than linear work takes, far less than quadratic work on these lengths
 
@@ -62,3 +69,165 @@ def test_no_answer_makes_extraction_take_the_square_of_its_length():
 )
 def test_what_is_extracted_in_the_corners(text, how, found):
     assert extract_answer(text, how) == found
+
+
+# -- a limit for each evaluation, without its wait for others -----------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_the_wait_for_ones_turn_is_no_time_of_the_evaluation():
+    go, begun = threading.Event(), threading.Event()
+
+    def turn():
+        with waiting(), waiting():
+            begun.set()
+            go.wait(30)
+        return 5
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(within(0.2, turn)))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(EvaluatorError, match="longer than"):  # beside it, one that works for as long as that, and longer
+        within(0.6, lambda: go.wait(30))
+    assert thread.is_alive()
+    go.set()
+    thread.join(30)
+    assert found == [5]
+    go.clear()
+    with pytest.raises(EvaluatorError, match="longer than"):
+        within(0.2, lambda: (turn_once(), go.wait(30)))
+    with waiting():  # where nobody has a limit
+        pass
+
+
+def turn_once():
+    with waiting():
+        pass
+
+
+# -- mathematics ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool():
+    processes = Processes(size=2)
+    yield processes
+    processes.close()
+
+
+ENDLESS_ANSWERS = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sum_{n=1}^{99999999}\frac{\sin(n!)}{n^n+1}}"]
+
+
+@pytest.mark.timeout(300)
+def test_an_answer_that_cannot_be_checked_is_no_error(pool):
+    pytest.importorskip("math_verify")
+    maths = Maths(limit=1, processes=pool)
+    assert score(maths, {"answer": "5"}, "5").metrics == {"extracted": 1.0, "parsed": 1.0, "unchecked": 0.0}
+    for found in evaluate_batch(maths, [{"answer": "5"}] * 2, ENDLESS_ANSWERS, concurrency=2):
+        assert (found.status, found.reward, found.metrics["unchecked"]) == ("ok", 0.0, 1.0), found.error
+    endless = score(maths, {"answer": "9^{9^{9^{9}}}"}, "5")
+    assert endless.status == "error" and "cannot be compared with anything" in endless.error
+
+
+@pytest.mark.timeout(300)
+def test_right_answers_beside_endless_ones_wait_for_nothing_that_counts(pool):
+    pytest.importorskip("math_verify")
+    maths, one = Maths(limit=1, processes=Processes(size=1)), "$2+3$"
+    try:
+        answers = [ENDLESS_ANSWERS[0]] * 3 + [one] * 2
+        found = evaluate_batch(maths, [{"answer": "5"}] * 5, answers, concurrency=5, timeout=4.0)  # one after the other takes longer
+        assert [s.reward for s in found] == [0.0] * 3 + [1.0] * 2, [s.error for s in found]
+    finally:
+        maths._processes.close()
+
+
+@pytest.mark.timeout(120)
+def test_what_was_held_up_or_ended_by_others_stays_an_error(pool):
+    pytest.importorskip("math_verify")
+    task = {"kind": "pattern", "pattern": "a", "flags": 0, "how": "search", "text": "a"}
+    alone = Processes(size=1)
+    try:
+        assert alone.ask(task, 30)["right"]
+        os.kill(alone.pids[0], signal.SIGSTOP)
+        with pytest.raises(EvaluatorError, match="hardly given processor time") as e:
+            alone.ask(task, 0.5)
+        assert not isinstance(e.value, Unchecked)
+        with pytest.raises(Unchecked, match="no result within"):
+            alone.ask({**task, "pattern": "(a+)+b", "text": "a" * 64}, 1.0)
+    finally:
+        alone.close()
+
+
+SAME = ["x+1", "[0,1)", "(1,2]", "5", r"\frac{1}{2}", "sin(x)", "2x", r"\sqrt{8}", "x<3", "A"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["{}", " {}\n", "<answer>{}</answer>", r"so \boxed{{{}}}", "${}$", r"\({}\)", "<answer> ${}$ </answer>"])
+def test_what_is_written_the_same_is_the_same(pool, form):
+    pytest.importorskip("math_verify")
+    found = evaluate_batch(Maths(processes=pool, limit=60), [{"answer": t} for t in SAME], [form.format(t) for t in SAME])
+    assert [s.reward for s in found] == [1.0] * len(SAME), [(s.reward, s.error) for s in found]
+
+
+OTHERS = [("x+1", "x+2", 0), (r"\frac{x+1}{2}", r"\frac{1+x}{2}", 1), (r"\sqrt{8}", r"2\sqrt{2}", 1), ("5", "<answer>10/2</answer>", 1), ("5", "7, no: <answer>5</answer>", 1), ("5", "5, no: <answer>7</answer>", 0), ("5", r"<answer>7</answer> \boxed{5}", 1), ("5", "I do not know", 0), ("x+1", "1+x", 1), ("2x", "x+x", 1), ("5", "5 apples", 1), ("x", "5", 0), (r"\text{no}", "no", 1), ("5", "", 0)]
+
+
+@pytest.mark.timeout(120)
+def test_plain_answers_are_read_as_formulas(pool):
+    pytest.importorskip("math_verify")
+    found = evaluate_batch(Maths(processes=pool, limit=60), [{"answer": t} for t, _, _ in OTHERS], [a for _, a, _ in OTHERS])
+    assert [s.reward for s in found] == [float(r) for _, _, r in OTHERS], [(s.reward, s.error) for s in found]
+
+
+# -- schemas -------------------------------------------------------------------------------------------
+
+TREE = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+HALF = {"properties": {"x": {"type": "number", "multipleOf": 0.5}}}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("schema", "answer", "reward", "unchecked"),
+    [
+        (TREE, "[" * 50 + "]" * 50, 1, 0),
+        (TREE, "[" * 400 + "]" * 400, 0, 1),
+        ({"type": "array"}, "[" * 400 + "]" * 400, 1, 0),
+        (HALF, '{"x": 1.5}', 1, 0),
+        (HALF, '{"x": ' + "9" * 4000 + "}", 0, 1),
+        ({"type": "string", "pattern": "^(a+)+$"}, '"' + "a" * 64 + 'b"', 0, 1),
+        ({"type": "string", "pattern": "^a+$"}, '"aaa"', 1, 0),
+        ({"type": "array", "uniqueItems": True}, json.dumps([{"a": i} for i in range(20_000)]), 1, 0),
+        ({"type": "array", "uniqueItems": True}, json.dumps([{"a": i} for i in range(20_000)] + [{"a": 1.0}]), 0, 0),
+    ],
+    ids=range(9),
+)
+def test_an_answer_is_held_to_a_schema_or_is_nothing(schema, answer, reward, unchecked):
+    pytest.importorskip("jsonschema")
+    found = score(JSONFormat(schema, limit=2.0 if unchecked else 60.0), {}, answer)
+    assert (found.status, found.reward, found.metrics["unchecked"]) == ("ok", reward, unchecked), (found.error, found.extra_info)
+
+
+def test_numbers_that_no_float_can_hold_are_no_json():
+    for answer in ('{"x": 1e400}', '{"x": -1e400}', '{"x": Infinity}'):
+        for evaluator in (JSONFormat(), JSONFormat(HALF)):
+            found = score(evaluator, {}, answer)
+            assert found.reward == 0 and found.metrics["json"] == 0
+
+
+def test_elements_differ_as_jsonschema_says():
+    jsonschema = pytest.importorskip("jsonschema")
+    values = [0, False, 1, True, 1.0, None, "1", "a", [], [1], [True], [1.0], {}, {"a": 1}, {"a": 1.0}, {"a": True}, {"a": [1]}, {"b": 1}]
+    schema = {"uniqueItems": True}
+    theirs = [[jsonschema.Draft202012Validator(schema).is_valid([a, b]) for a in values] for b in values]
+    mine = [[score(JSONFormat(schema), {}, json.dumps([a, b])).reward == 1 for a in values] for b in values]
+    assert mine == theirs
+
+
+def test_a_schema_without_end_is_refused():
+    pytest.importorskip("jsonschema")
+    with pytest.raises(ConfigError, match="refers to itself without end"):
+        JSONFormat({"$ref": "#"})
+    with pytest.raises(ConfigError, match="no JSON schema"):
+        JSONFormat({"const": object()})
+    assert score(JSONFormat({"properties": {"x": {"$ref": "http://127.0.0.1:9/s.json"}}}), {}, '{"x": 1}').status == "error"
