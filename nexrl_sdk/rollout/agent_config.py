@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import importlib.util
 import inspect
 import os
 import re
+import stat
 import sys
+import traceback as tb
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -22,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from .code import _LOCK, _beside, find_path, load_module, load_object, missing
-from .tools import INJECTED, TOOL_NAME, TOOL_OUTPUT_LIMIT, TOOL_TIMEOUT, Tool, ToolResult, docstring, object_schema, parameters_of
+from .tools import INJECTED, TOOL_NAME, TOOL_OUTPUT_LIMIT, TOOL_TIMEOUT, Tool, ToolResult, docstring, object_schema, parameters_of, strike
 from .trace import SPAN_TYPES, InMemoryTracer, Span, error_line
 from ..types import ConfigError, SamplingParams, is_number, nearest
 
 # %% auto #0
-__all__ = ['MOST_BYTES', 'MOST_NODES', 'IGNORED_LLM', 'SAMPLING', 'REFUSED_LLM', 'IGNORED', 'REFUSED', 'SUB_AGENT',
+__all__ = ['MOST_BYTES', 'MOST_NODES', 'MOST_DIGITS', 'IGNORED_LLM', 'SAMPLING', 'REFUSED_LLM', 'IGNORED', 'REFUSED', 'SUB_AGENT',
            'PROMPT_TYPES', 'AgentConfig', 'load_tracers']
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #1a41340c
-MOST_BYTES, MOST_NODES = 1_000_000, 100_000  # of a configuration file; nodes with every alias written out
+MOST_BYTES, MOST_NODES, MOST_DIGITS = 1_000_000, 100_000, 400  # of a configuration file; nodes with every alias written out; characters of a number
 _VARIABLE = re.compile(r"\$\{(env\.[A-Za-z_]\w*|variables\.[\w.]+|this_file_dir)\}")
 _MARKED = re.compile("\ue000([\\w.]+)\ue001")  # a variable while YAML is parsed, to which braces would be a mapping
 
@@ -45,12 +48,19 @@ def _unmarked(found: re.Match[str]) -> str:
 
 
 def _read_text(path: Path) -> str:
+    """A file's text; ConfigError where it is none, or has no end."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes; a configuration has {MOST_BYTES} at most")
-        return path.read_text(encoding="utf-8")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe that nobody writes to opens at once
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path} is no ordinary file")
+            found = file.read(MOST_BYTES + 1)
+        if len(found) > MOST_BYTES:
+            raise ConfigError(f"{path} has more bytes: a configuration has {MOST_BYTES} at most")
+        return found.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except FileNotFoundError as e:
+        raise ConfigError(missing(path, (path.suffix,) if any(path.parent.glob(f"*{path.suffix}")) else ())) from e
     except OSError as e:
-        raise ConfigError(f"{path} cannot be read: {e.strerror}" if path.exists() else missing(path, (path.suffix,))) from e
+        raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 
@@ -62,6 +72,7 @@ def _weigh(node: Any, sizes: dict[int, int], above: frozenset[int] = frozenset()
     if id(node) in above:
         raise ConfigError(f"an alias contains itself{_at(node)}")
     if id(node) not in sizes:
+        _check_number(node)
         inside = above | {id(node)}
         below = [n for pair in node.value for n in pair] if isinstance(node, yaml.MappingNode) else node.value if isinstance(node, yaml.SequenceNode) else []
         keys = Counter(str(k.value) for k, _ in node.value if isinstance(k, yaml.ScalarNode)) if isinstance(node, yaml.MappingNode) else Counter[str]()
@@ -70,6 +81,12 @@ def _weigh(node: Any, sizes: dict[int, int], above: frozenset[int] = frozenset()
             raise ConfigError(f"{doubled!r} is given twice{_at(node)}")
         sizes[id(node)] = 1 + sum(_weigh(n, sizes, inside) for n in below)
     return sizes[id(node)]
+
+
+def _check_number(node: Any) -> None:
+    """ConfigError where a number is so long that reading it takes for ever."""
+    if node.tag.endswith((":int", ":float")) and len(node.value) > MOST_DIGITS:
+        raise ConfigError(f"a number of {len(node.value)} characters{_at(node)}; it has {MOST_DIGITS} at most. Text stands in quotes")
 
 
 def _at(node: Any) -> str:
@@ -97,6 +114,8 @@ def _read_yaml(
         raise ConfigError(f"{path} is nested too deeply") from e
     except (yaml.YAMLError, ValueError) as e:
         raise ConfigError(f"{path}: {' '.join(_MARKED.sub(_unmarked, str(e)).split())}") from e
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as e:  # what YAML's own reader raises for values that do not fit their tags
+        raise ConfigError(f"{path}: a value is not of the type that its tag (!!int, !!float, !!bool, !!timestamp …) says, or out of range") from e
     finally:
         if loader is not None:
             loader.dispose()
@@ -113,6 +132,7 @@ class _Replacer:
     environ: Mapping[str, str]
     unread: Mapping[str, Sequence[str]]  # section -> keys whose values are not used, and may be unset
     variables: dict[str, Any] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)  # environment variables that were put in, with their values
 
     def __call__(self, loader: Any, root: Any) -> None:
         import yaml
@@ -135,6 +155,7 @@ class _Replacer:
         if isinstance(node, yaml.ScalarNode) and _MARKED.search(node.value):
             node.value = _MARKED.sub(_unmarked if skip is None else self._value, node.value)
             node.tag = loader.resolve(yaml.ScalarNode, node.value, (True, False)) if node.style is None else node.tag
+            _check_number(node)
         for child in node.value if isinstance(node, yaml.SequenceNode) else []:
             self._walk(loader, child, seen, None if skip is None else ())
         for key, child in node.value if isinstance(node, yaml.MappingNode) else []:
@@ -148,7 +169,7 @@ class _Replacer:
         if kind == "env":
             if name not in self.environ:
                 raise ConfigError(f"${{env.{name}}}: the environment variable {name} is not set{nearest(name, self.environ) if self.environ else ''}")
-            return self.environ[name]
+            return self.secrets.setdefault(name, self.environ[name])
         value: Any = self.variables
         for part in name.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -168,6 +189,8 @@ def _load_binding(
     if not isinstance(binding, str):
         return binding
     place, colon, name = binding.rpartition(":")
+    if len(binding) > 4096 or "\0" in binding:
+        raise ConfigError(f"{what}: a binding of {len(binding)} characters{' with a NUL among them' * (chr(0) in binding)} names nothing")
     if not colon or not place or not name:
         raise ConfigError(f"{what}: {binding!r} must name a module and what it defines, as in 'custom_tools:calculator'")
     try:
@@ -182,7 +205,7 @@ def _load_binding(
             beside = sorted({p.stem for f in folders if f.is_dir() for p in f.glob("*.py")})
             raise ConfigError(f"there is no module {top!r} in {' or '.join(map(str, folders)) or 'any workspace'}, nor is it installed{nearest(top, beside)}")
         return load_object(binding)
-    except (ImportError, ValueError) as e:
+    except (ImportError, ValueError, OSError, RuntimeError) as e:  # the latter two: a name that is too long, somebody's home that is not there
         raise ConfigError(f"{what}: {binding!r}: {e}") from e
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #4fe484b6
@@ -207,15 +230,24 @@ def _load_from(path: Path, name: str, folders: Sequence[Path]) -> Any:
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #3ebc6976
+@functools.lru_cache(maxsize=256)
+def _late_imports(source: bytes) -> tuple[tuple[str, int, str], ...]:
+    """What a file's functions import when they are called: function, line, module."""
+    found: list[tuple[str, int, str]] = []
+    rest: list[tuple[ast.AST, str]] = [(ast.parse(source), "")]
+    while rest:
+        node, function = rest.pop()
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        found += [(function, getattr(node, "lineno", 0), n) for n in names if function]
+        rest += [(child, node.name if isinstance(node, _FUNCTIONS) else function) for child in ast.iter_child_nodes(node)]
+    return tuple(sorted(found, key=lambda f: f[1]))
+
+
 def _check_imports(path: Path, folders: Sequence[Path]) -> None:
     """ConfigError where a file imports its neighbours only when a function is called: they are not to be found then."""
-    tree = ast.parse(path.read_bytes())
-    for function in (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)):
-        for node in ast.walk(function):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            own = next((n for n in names if any((f / n.partition(".")[0]).with_suffix(".py").is_file() for f in [*folders, path.parent])), None)
-            if own is not None:
-                raise ConfigError(f"{path}, line {getattr(node, 'lineno', 0)}: {own!r} is imported when {function.name} is called; import it at the top of the file, where it is found")
+    for function, line, name in _late_imports(path.read_bytes()):
+        if any((f / name.partition(".")[0]).with_suffix(".py").is_file() for f in [*folders, path.parent] if name):
+            raise ConfigError(f"{path}, line {line}: {name!r} is imported when {function} is called; import it at the top of the file, where it is found")
 
 
 def _forget_namespaces(folders: Sequence[Path]) -> None:
@@ -312,6 +344,8 @@ class AgentConfig:
     context: dict[str, Any] = field(default_factory=dict)  # values for the prompt
     ignored: dict[str, str] = field(default_factory=dict)  # key that was taken without effect -> why
     folders: tuple[Path, ...] = ()  # what paths and modules are relative to, the first first
+    secrets: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables in the file, whose values errors do not show
+    made: dict[str, Any] | None = None  # the arguments of `make`, from which a file can make it again
 
     def __post_init__(self) -> None:
         self.llm_config = _llm_config(self.llm_config, self.ignored)
@@ -339,7 +373,10 @@ class AgentConfig:
         **settings: Any,  # as in the file
     ) -> AgentConfig:
         """An agent from a notebook's cell."""
-        return _build({"system_prompt": system_prompt, "tools": list(tools), **settings}, (Path.cwd(),), "the agent", _Loading(None, os.environ))
+        given = {"system_prompt": system_prompt, "tools": list(tools), **settings}
+        made = _build(given, (Path.cwd(),), "the agent", _Loading(None, os.environ))
+        made.made = {k: v for k, v in given.items() if v not in ("", [])}
+        return made
 
     def __repr__(self) -> str:
         return f"AgentConfig({self.name!r}, tools={[t.name for t in self.tools]}, sub_agents={list(self.sub_agents)})"
@@ -366,7 +403,7 @@ def _check_config(config: AgentConfig) -> None:
     """ConfigError where a value cannot be."""
     for key in ("name", "description", "system_prompt", "system_prompt_type"):
         if not isinstance(getattr(config, key), str):
-            raise ConfigError(f"{key} must be text, not {type(getattr(config, key)).__name__} {str(getattr(config, key))[:80]!r}")
+            raise ConfigError(f"{key} must be text, not {type(getattr(config, key)).__name__}")
     for key, least in (("max_iterations", 1), ("max_context_tokens", 1), ("tool_output_limit", 200)):
         value = getattr(config, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -381,7 +418,7 @@ def _check_config(config: AgentConfig) -> None:
     if not all(isinstance(a, AgentConfig) for a in config.sub_agents.values()):
         raise ConfigError(f"sub_agents maps names to AgentConfig, not {str(config.sub_agents)[:200]}")
     names = [t.name if isinstance(t, Tool) else getattr(t, "__name__", "") for t in config.tools] + [SUB_AGENT + n for n in config.sub_agents]
-    twice = sorted({n for n in names if names.count(n) > 1})
+    twice = sorted(n for n, times in Counter(names).items() if times > 1)
     if twice:
         raise ConfigError(f"two tools are called {twice[0]!r}")
     bad = next((n for n in config.sub_agents if not isinstance(n, str) or not TOOL_NAME.fullmatch(n) or len(SUB_AGENT + n) > 64), None)
@@ -399,7 +436,10 @@ def _limited(tool: Any, config: AgentConfig) -> Tool:
     wanted = next((k for k in sorted(found.needs) if parameters[k].default is inspect.Parameter.empty), None)
     if wanted is not None:
         raise ConfigError(f"the tool {found.name!r} wants {wanted!r}, which NexAU fills in and this agent does not; give it a default, or keep what it is for in the tool's module")
-    return dataclasses.replace(found, timeout=found.timeout or config.tool_timeout, output_limit=found.output_limit or config.tool_output_limit)
+    own = copy.copy(found)
+    own.timeout, own.output_limit = found.timeout or config.tool_timeout, found.output_limit or config.tool_output_limit
+    own.secrets, own._given_up = {**found.secrets, **config.secrets}, []
+    return own
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #faff42af
 PROMPT_TYPES = ("string", "file", "jinja")
@@ -416,13 +456,21 @@ def _template(config: AgentConfig) -> str:
         return config.system_prompt
     if not config.system_prompt.strip():
         raise ConfigError(f"system_prompt_type is {config.system_prompt_type!r}, and system_prompt names no file")
+    text = re.search(r"\n|\{[{%]|\s\S+\s", config.system_prompt.strip())
+    if text and not _find_file(config.system_prompt.split("\n")[0][:200], config.folders).exists():
+        raise ConfigError(f"system_prompt_type {config.system_prompt_type!r} wants the path of a file, and system_prompt is text: set system_prompt_type to 'string', which is rendered by Jinja too")
     return _read_text(_find_file(config.system_prompt, config.folders)).strip()
 
 
 def _find_file(path: str, folders: Sequence[Path]) -> Path:
-    """A path relative to the first folder that has it."""
-    tried = [find_path(path, f) for f in folders] or [find_path(path)]
-    return next((p for p in tried if p.exists()), tried[0])
+    """A path relative to the first folder that has it; ConfigError where there cannot be such a path."""
+    try:
+        if "\0" in path:
+            raise ValueError("a path has no NUL in it")
+        tried = [find_path(path, f) for f in folders] or [find_path(path)]
+        return next((p for p in tried if p.exists()), tried[0])
+    except (OSError, ValueError, RuntimeError) as e:  # a name that is too long, somebody's home that is not there
+        raise ConfigError(f"{path[:100]!r}{'…' * (len(path) > 100)} is no path: {getattr(e, 'strerror', None) or e}") from e
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #433a7721
 @functools.cache
@@ -437,7 +485,24 @@ def _environment() -> Any:
         def __bool__(self) -> bool:  # type: ignore[override]
             return False
 
-    return ImmutableSandboxedEnvironment(undefined=Unknown, trim_blocks=True, lstrip_blocks=True)
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _check_size(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    return Environment(undefined=Unknown, trim_blocks=True, lstrip_blocks=True)
+
+
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    """OverflowError where a product or a power fills the memory."""
+    sizes = [len(v) for v in (left, right) if isinstance(v, (str, bytes, list, tuple))]
+    times = [v for v in (left, right) if isinstance(v, int)]
+    if operator == "*" and sizes and times and sizes[0] * times[0] > MOST_BYTES:
+        raise OverflowError(f"{sizes[0]} things repeated {times[0]} times are more than {MOST_BYTES}")
+    if operator == "**" and len(times) == 2 and right * left.bit_length() > 10_000:
+        raise OverflowError("a power of more than 10000 bits")
 
 
 @functools.lru_cache(maxsize=256)
@@ -446,21 +511,39 @@ def _compiled(template: str) -> Any:
 
 
 def _render(config: AgentConfig, context: Mapping[str, Any]) -> str:
+    try:
+        text = _rendered(config, context)
+    except ConfigError as e:
+        raise ConfigError(strike(str(e), config.secrets)) from (None if config.secrets else e)
+    return text.strip() if config.system_prompt_type != "string" else text
+
+
+def _rendered(config: AgentConfig, context: Mapping[str, Any]) -> str:
     from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
     now = datetime.now()
     own = {"agent_name": config.name, "agent_id": None, "system_prompt_type": config.system_prompt_type, "date": now.strftime("%Y-%m-%d"), "timestamp": now.isoformat()}
     values = {**own, **config.context, **context}
     try:
-        text = _compiled(config.template).render(values)
+        return _joined(_compiled(config.template).generate(values))
     except UndefinedError as e:
         unknown = re.match(r"'(\w+)' is undefined", str(e))
         raise ConfigError(f"the system prompt of {config.name!r}: {e}{nearest(unknown[1], values) if unknown else ''}; give it as prompt({unknown[1] if unknown else 'name'}=…) or under 'context'") from e
     except TemplateSyntaxError as e:
         raise ConfigError(f"the system prompt of {config.name!r} is no Jinja template: {e.message} (line {e.lineno}); text that is none stands between {{% raw %}} and {{% endraw %}}") from e
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as e:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as e:
         raise ConfigError(f"the system prompt of {config.name!r} cannot be rendered: {error_line(e)}") from e
-    return text.strip() if config.system_prompt_type != "string" else text
+
+
+def _joined(parts: Iterator[str]) -> str:
+    """The parts of a prompt, as soon as they are too long no more."""
+    found, size = [], 0
+    for part in parts:
+        found.append(part)
+        size += len(part)
+        if size > MOST_BYTES:
+            raise OverflowError(f"it has more than {MOST_BYTES} characters")
+    return "".join(found)
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #f704f6ca
 @dataclass
@@ -470,11 +553,12 @@ class _Loading:
     workspace: Path | None
     environ: Mapping[str, str]
     above: tuple[Path, ...] = ()  # files that are being read
+    secrets: Mapping[str, str] = field(default_factory=dict)  # of the innermost
     done: dict[Path, AgentConfig] = field(default_factory=dict)
 
 
 def _load(path: Path, loading: _Loading, overrides: Mapping[str, Any]) -> AgentConfig:
-    path = path.expanduser().resolve()
+    path = _find_file(str(path), ()).resolve()
     if path in loading.above:
         chain = " -> ".join(p.name for p in (*loading.above[loading.above.index(path) :], path))
         raise ConfigError(f"{path} is a sub-agent of itself: {chain}")
@@ -482,9 +566,12 @@ def _load(path: Path, loading: _Loading, overrides: Mapping[str, Any]) -> AgentC
     try:
         raw = _merged(_read_yaml(path, replace), overrides)
         folders = tuple(dict.fromkeys([path.parent, *([loading.workspace] if loading.workspace else [])]))
-        return _build(raw, folders, str(path), dataclasses.replace(loading, above=(*loading.above, path)))
+        return _build(raw, folders, str(path), dataclasses.replace(loading, above=(*loading.above, path), secrets=replace.secrets))
     except ConfigError as e:
-        raise e if str(e).startswith((f"{path} ", f"{path}:")) else ConfigError(f"{path}: {e}") from e
+        said = strike(str(e), replace.secrets)
+        told = said if said.startswith((f"{path} ", f"{path}:")) else f"{path}: {said}"
+        shown = "".join(tb.format_exception(e)) if replace.secrets else ""
+        raise ConfigError(told) from (e if strike(shown, replace.secrets) == shown else None)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -492,7 +579,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return {**below, **merged}
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #5c1a2bea
-_KEYS = [f.name for f in fields(AgentConfig) if f.name not in ("ignored", "folders")]
+_KEYS = [f.name for f in fields(AgentConfig) if f.name not in ("ignored", "folders", "secrets", "made")]
 _KINDS: dict[str, tuple[type, ...]] = {"tools": (list, tuple), "tracers": (list, tuple), "stop_tools": (list, set, tuple), "sub_agents": (list, dict), "context": (dict,)}
 _NOTHING = (None, "", 0, False)
 
@@ -518,7 +605,7 @@ def _build(raw: Mapping[str, Any], folders: tuple[Path, ...], what: str, loading
     known["sub_agents"] = _sub_agents(known.get("sub_agents", []), folders, loading)
     known["stop_tools"] = {str(t) for t in known.get("stop_tools", ())}
     known["tracers"] = [_tracer_entry(t) for t in known.get("tracers", [])]
-    return AgentConfig(**known, ignored=ignored, folders=folders)
+    return AgentConfig(**known, ignored=ignored, folders=folders, secrets=loading.secrets)
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #4bbcc927
 def _check_ignored(raw: Mapping[str, Any]) -> None:
@@ -580,7 +667,8 @@ def _bound(found: Mapping[str, Any], function: Any) -> Tool:
     """A tool from what the file says and the function that it names."""
     preset = found.get("extra_kwargs") or {}
     if not isinstance(preset, Mapping) or set(preset) & set(INJECTED):
-        raise ConfigError(f"extra_kwargs must be a mapping without {', '.join(INJECTED)}, not {str(preset)[:80]}")
+        has = f"one with {sorted(set(preset) & set(INJECTED))[0]!r}" if isinstance(preset, Mapping) else type(preset).__name__
+        raise ConfigError(f"extra_kwargs must be a mapping without {', '.join(INJECTED)}, not {has}")
     settings: dict[str, Any] = {"timeout": found.get("timeout"), "preset": dict(preset)}
     for key in ("name", "description"):
         if not isinstance(found.get(key, ""), str):
@@ -622,7 +710,7 @@ def _sub_agents(entries: Any, folders: tuple[Path, ...], loading: _Loading) -> d
     found: dict[str, AgentConfig] = {}
     for entry in pairs:
         if not isinstance(entry, Mapping) or not set(entry) <= {"name", "config_path", "source_id"} or "config_path" not in entry:
-            raise ConfigError(f"an entry of sub_agents has name and config_path, not {str(entry)[:200]!r}")
+            raise ConfigError(f"an entry of sub_agents has name and config_path, not {_keys_of(entry)}")
         config, name = entry["config_path"], entry.get("name")
         agent = config if isinstance(config, AgentConfig) else _sub_agent_file(config, folders, loading)
         name = agent.name if name is None else name
@@ -630,6 +718,11 @@ def _sub_agents(entries: Any, folders: tuple[Path, ...], loading: _Loading) -> d
             raise ConfigError(f"sub_agents names {name!r} twice" if isinstance(name, str) else f"a sub-agent's name must be text, not {name!r}")
         found[name] = agent if agent.name == name else dataclasses.replace(agent, name=name)
     return found
+
+
+def _keys_of(entry: Any) -> str:
+    """An entry without its values."""
+    return ", ".join(str(k)[:80] for k in entry) or "nothing" if isinstance(entry, Mapping) else f"{type(entry).__name__} {str(entry)!r}"
 
 
 def _sub_agent_file(path: Any, folders: tuple[Path, ...], loading: _Loading) -> AgentConfig:
@@ -649,7 +742,7 @@ def _tracer_entry(entry: Any) -> Any:
     if isinstance(entry, Mapping):
         unknown = next((k for k in entry if k not in ("import", "params")), None)
         if unknown is not None or not isinstance(entry.get("import"), str) or not isinstance(entry.get("params") or {}, Mapping):
-            raise ConfigError(f"an entry of tracers has import ('module:Class') and params, not {str(dict(entry))[:200]}")
+            raise ConfigError(f"an entry of tracers has import ('module:Class') and params, a mapping, not {_keys_of(entry)}")
         return dict(entry) if entry.get("params") else entry["import"]
     if isinstance(entry, str) or _is_tracer(entry):
         return entry
@@ -664,17 +757,17 @@ def load_tracers(
     config: AgentConfig,
 ) -> list[Any]:
     """The tracers that an agent's configuration names, made anew."""
-    return [entry if _is_tracer(entry) and not isinstance(entry, type) else _make_tracer(entry, config.folders[::-1]) for entry in config.tracers]
+    return [entry if _is_tracer(entry) and not isinstance(entry, type) else _make_tracer(entry, config.folders[::-1], config.secrets) for entry in config.tracers]
 
 # %% ../../nbs/43_rollout.agent_config.ipynb #f7d78cfe
-def _make_tracer(entry: Any, folders: Sequence[Path]) -> Any:
+def _make_tracer(entry: Any, folders: Sequence[Path], secrets: Mapping[str, str]) -> Any:
     name, params = (entry["import"], entry.get("params") or {}) if isinstance(entry, Mapping) else (entry, {})
     ours = name in _NEXAU_TRACERS and not _installed("nexau")
     cls = InMemoryTracer if ours else _load_binding(name, folders, "tracers")
     try:
         tracer = cls(**params)
-    except Exception as e:
-        raise ConfigError(f"the tracer {name!r} cannot be made: {error_line(e)}") from e
+    except Exception as e:  # noqa: BLE001 - a class of the user's own may raise anything
+        raise ConfigError(strike(f"the tracer {name!r} cannot be made: {error_line(e)}", secrets)) from (None if secrets else e)
     if not _is_tracer(tracer):
         raise ConfigError(f"the tracer {name!r} has no start_span and end_span")
     return tracer

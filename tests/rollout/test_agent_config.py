@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -601,3 +602,128 @@ def test_nothing_leaks_into_the_process(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         agents = list(pool.map(lambda _: AgentConfig.load(tmp_path / "agent.yaml"), range(16))) if load(tmp_path, DEEP_RESEARCH) else []
     assert len({a.prompt(date="d") for a in agents}) == 1 and sys.path == before and dict(os.environ) == environ and Path.cwd() == folder
+
+
+# --- files without an end, values of the environment, YAML's own failures ---
+
+
+def written(folder, text, **environ):
+    (folder / "custom_tools.py").write_text("def look(q: str, key: str = ''):\n    return q\n\n\nclass Tracer:\n    def __init__(self, key):\n        raise ValueError(key)\n")
+    (folder / "agent.yaml").write_text(text)
+    return AgentConfig.load(folder / "agent.yaml", environ=environ)
+
+
+def test_files_without_an_end_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long.md").write_bytes(b"x" * 1_000_001)
+    for name, expected in (("/dev/zero", "is no ordinary file"), ("pipe", "is no ordinary file"), (".", "Is a directory"), ("long.md", "a configuration has 1000000 at most")):
+        with pytest.raises(ConfigError, match=expected):
+            written(tmp_path, f"system_prompt: {name}\nsystem_prompt_type: file\n")
+        with pytest.raises(ConfigError, match=expected):
+            written(tmp_path, f"tools: [{{yaml_path: {name}}}]\n")
+    (tmp_path / "just.md").write_bytes(b"x" * 999_999 + b"\r")
+    assert len(written(tmp_path, "system_prompt: just.md\nsystem_prompt_type: file\n").template) == 999_999
+
+
+SECRET, NUMBER = "sk-secret-123456", "-77777"
+LEAKS = {
+    "tracers: [{import: 'a:b', parms: {secret_key: '${env.X}'}}]": "an entry of tracers has import",
+    "tools: [{name: look, binding: 'custom_tools:look', extra_kwargs: {key: '${env.X}', ctx: 1}}]": "extra_kwargs must be a mapping without .* not one with 'ctx'",
+    "tools: [{name: look, binding: 'custom_tools:look', extra_kwargs: ['${env.X}']}]": "extra_kwargs must be a mapping without .* not list",
+    "tools: [{binding: 'custom_tools:look', parameters: {type: object, properties: {q: {}, key: {maxLength: 3}}}, extra_kwargs: {key: '${env.X}'}}]": "what is preset for 'key' does not fit",
+    "sub_agents: [{name: s, config_path: x.yaml, token: '${env.X}'}]": "not name, config_path, token",
+    "sub_agents: ['${env.X}']": r"str '\$\{env\.X\}'",
+    "tools: [{name: look, binding: 'custom_tools:look', timeout: '${env.X}'}]": r"not '\$\{env\.X\}'",
+    "llm_config: {seed: '${env.X}'}": r"seed = '\$\{env\.X\}' cannot",
+    "llm_config: {temperature: 'a ${env.X} b'}": r"not 'a \$\{env\.X\} b'",
+    "llm_config: {stop: [3, '${env.X}']}": r"not \[3, '\$\{env\.X\}'\]",
+    "max_iterations: ${env.X}": r"not '\$\{env\.X\}'",
+    "max_iterations: ${env.N}": r"not \$\{env\.N\}",
+    "tools: [{binding: '${env.X}'}]": r"'\$\{env\.X\}' must name a module",
+    "tools: [{binding: 'custom_tools:${env.X}'}]": r"defines no '\$\{env\.X\}'",
+    "system_prompt: ${env.X}\nsystem_prompt_type: file": r"\$\{env\.X\} does not exist",
+    "system_prompt_type: ${env.X}": r"not '\$\{env\.X\}'",
+    "variables: {a: '${env.X}'}\nmax_iterations: ${variables.a}": r"not '\$\{env\.X\}'",
+    "stop_tools: ['${env.X}']": r"names '\$\{env\.X\}'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LEAKS)
+def test_values_of_the_environment_are_not_in_errors(text, tmp_path):
+    with pytest.raises(ConfigError, match=LEAKS[text]) as raised:
+        written(tmp_path, text + "\n", X=SECRET, N=NUMBER)
+    shown = "".join(traceback.format_exception(raised.value))
+    assert SECRET not in shown and NUMBER not in shown
+
+
+def test_values_of_the_environment_are_not_told_later(tmp_path):
+    agent = written(tmp_path, "tracers: [{import: 'custom_tools:Tracer', params: {key: '${env.X}'}}]\ntools: [{binding: 'custom_tools:look', extra_kwargs: {key: '${env.X}'}}]\nsystem_prompt: \"{{ k['${env.X}'] }}\"\ncontext: {k: {}}\n", X=SECRET)
+    for late in (lambda: load_tracers(agent), lambda: agent.prompt(k=[])):
+        with pytest.raises(ConfigError) as raised:
+            late()
+        assert SECRET not in "".join(traceback.format_exception(raised.value))
+    assert SECRET not in repr(agent) and SECRET not in json.dumps(agent.definitions()) and SECRET not in repr(agent.tools)
+
+    def broken(q: str, key: str = "") -> str:
+        raise ConnectionError(f"no answer for {key}")
+
+    agent.tools[0].function = broken
+    assert agent.tools[0].call({"q": "x"}).text == "Error: look raised ConnectionError: no answer for ${env.X}"
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: !!int ''", "name: !!float ''", "name: !!bool x", "name: !!timestamp x", "name: !!int x", "tool_timeout: " + "1:" * 190 + "1.5", "tools: ['~nobodyy/x.py:f']", f"tools: ['{LONG}.py:f']", f"tools: ['{LONG}:f']",
+        'tools: ["a\\0.py:f"]', 'tools: ["a\\0:f"]', 'system_prompt: "a\\0b"\nsystem_prompt_type: file', f"system_prompt: {LONG}\nsystem_prompt_type: file", "system_prompt: ~nobodyy/x\nsystem_prompt_type: file",
+        'sub_agents: [{name: s, config_path: "a\\0b"}]', "sub_agents: [{name: s, config_path: ~nobodyy/x}]", "tools: [{yaml_path: '" + "a" * 5000 + "'}]", "tools: [{yaml_path: a/b/c/d.yaml}]", "system_prompt: a.md/x\nsystem_prompt_type: file",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_a_configuration_error(text, tmp_path):
+    with pytest.raises(ConfigError):
+        written(tmp_path, text + "\n")
+    for odd in ("a\0b", "~nobodyy/x.yaml", LONG + ".yaml"):
+        with pytest.raises(ConfigError):
+            AgentConfig.load(odd)
+
+
+@pytest.mark.parametrize("text", ["max_iterations: " + "1:" * 150_000 + "1", "tool_timeout: " + "1:" * 100_000 + "1.5", "max_iterations: ${env.LONG}", "max_iterations: 0x" + "f" * 900_000])
+def test_numbers_have_an_end(text, tmp_path):
+    with pytest.raises(ConfigError, match=r"a number of [0-9]+ characters"):
+        written(tmp_path, text, LONG="1:" * 150_000 + "1")
+    assert written(tmp_path, "max_iterations: 1:30\ntool_timeout: 1:00.5").max_iterations == 90
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["{{ 'a' * 3000000000 }}", "{{ 3000000000 * 'a' }}", "{{ ([1] * 30000000)|length }}", "{{ 9 ** 9 ** 99999 }}", "{% for i in range(99999) %}{{ 'a' * 999999 }}{% endfor %}", "{{ 'a' * 999999 ~ 'b' * 999999 }}"],
+)
+def test_a_prompt_has_an_end(prompt):
+    with pytest.raises(ConfigError, match="cannot be rendered: OverflowError"):
+        AgentConfig.make(prompt).prompt()
+    assert AgentConfig.make("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}").prompt() == "---10243.00.5"
+
+
+def test_many_tools_of_one_file_read_it_once(tmp_path, monkeypatch):
+    (tmp_path / "many.py").write_text("".join(f"def f{i}(a: int) -> int:\n    import json\n    return a\n" for i in range(60)))
+    import nexrl_sdk.rollout.agent_config as module
+
+    parsed, parse = [], module.ast.parse
+    monkeypatch.setattr(module.ast, "parse", lambda source: parsed.append(1) or parse(source))
+    agent = written(tmp_path, "tools: [" + ", ".join(f"'many:f{i}'" for i in range(60)) + "]")
+    assert len(agent.tools) == 60 and len(parsed) == 1
+
+
+def test_a_text_in_the_place_of_a_file_is_told(tmp_path):
+    for kind in ("jinja", "file"):
+        for prompt in ("You are {{ agent_name }}.", "You are an agent.", "Be\nbrief"):
+            with pytest.raises(ConfigError, match=f"system_prompt_type '{kind}' wants the path of a file, and system_prompt is text: set system_prompt_type to 'string', which is rendered by Jinja too"):
+                AgentConfig.make(prompt, system_prompt_type=kind)
+        with pytest.raises(ConfigError, match=r"prompt\.xyz does not exist") as raised:
+            written(tmp_path, f"system_prompt: prompt.xyz\nsystem_prompt_type: {kind}")
+        assert "(valid: )" not in str(raised.value)
+    (tmp_path / "my own prompt.md").write_text("Hello")
+    assert written(tmp_path, "system_prompt: my own prompt.md\nsystem_prompt_type: file").prompt() == "Hello"
