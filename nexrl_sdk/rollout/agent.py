@@ -31,7 +31,7 @@ from .tools import as_text, cut_middle
 from .trace import Span, error_line
 from .worker import _OURS, BaseRolloutWorker, Progress, Task, derive_seed, run_many
 from ..tokens.render import render_example
-from ..types import BackendError, ConfigError, ContextOverflowError, DataError, EvaluatorError, Interrupted, SamplingParams, Trajectory, nearest
+from ..types import BackendError, ConfigError, ContextOverflowError, DataError, EvaluatorError, Interrupted, NonFiniteError, SamplingParams, Trajectory, nearest
 
 # %% auto #0
 __all__ = ['GRACE', 'ENDINGS', 'OFFERED', 'Agent', 'RolloutRunner', 'JudgedByRun', 'unlearn', 'turn_info', 'AgentRolloutWorker',
@@ -435,6 +435,11 @@ _HERE: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("rollout
 _PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("progress", default=None)
 
 
+def _begun(rollout: _Rollout) -> bool:
+    """Whether the model has answered: what is wrong with the recipe shows before that, on every rollout."""
+    return any(s.conversation.turns for s in rollout.session.family())
+
+
 def _noted(message: str) -> ConfigError:
     """A mistake of run_agent, which ends the run also where run_agent passes it over."""
     error = ConfigError(message)
@@ -573,14 +578,15 @@ class AgentRolloutWorker(JudgedByRun):
 
     def _settled(self, rollout: _Rollout, error: BaseException, cancel: threading.Event, where: str) -> list[Trajectory] | None:
         """What becomes of a rollout that raised something which another try would not help; None where it may."""
-        if isinstance(error, _OURS) and not isinstance(error, ContextOverflowError):
+        ours = isinstance(error, _OURS) and not isinstance(error, ContextOverflowError)
+        if ours and (isinstance(error, NonFiniteError) or error is rollout.problem or not _begun(rollout)):
             raise type(error)(f"{where}: {error}") from error
         if cancel.is_set():
             late = f"the rollout took longer than {self.timeout:g} s (timeout)" if self.timeout is not None else "the rollout was told to stop"
             return self._failed(rollout, TimeoutError(late).with_traceback(error.__traceback__))
         if isinstance(error, ContextOverflowError):
             return self._overflowed(rollout, error, where)
-        if isinstance(error, SessionClosed):
+        if ours or isinstance(error, SessionClosed):  # what was said until then cannot be shown, say
             return self._failed(rollout, error)
         if isinstance(error, KeyboardInterrupt):
             raise error
@@ -590,7 +596,7 @@ class AgentRolloutWorker(JudgedByRun):
 
     def _overflowed(self, rollout: _Rollout, error: ContextOverflowError, where: str) -> list[Trajectory]:
         """A conversation has outgrown the context: at once, or in the course of the rollout."""
-        begun = any(s.conversation.turns for s in rollout.session.family())
+        begun = _begun(rollout)
         if not begun and self.overlong == "error":
             raise ContextOverflowError(f"{where}: {error}. Leave the row out, or set overlong to 'drop'") from error
         if not begun or self.unfinished == "fail":
@@ -615,7 +621,7 @@ class AgentRolloutWorker(JudgedByRun):
         if answer is None:
             raise _why_none(rollout)
         ended = str(rollout.session.meta.get("ended", "answer"))
-        if ended == "context" and not any(s.conversation.turns for s in rollout.session.family()):
+        if ended == "context" and not _begun(rollout):
             raise ContextOverflowError(rollout.session.meta.get("overflow", "the conversation has outgrown the context"))
         if ended in ("context", "max_iterations") and self.unfinished == "fail":
             return self._failed(rollout, ContextOverflowError(f"the rollout ended without an answer: {ended} (unfinished: fail)"))

@@ -10,14 +10,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from agent_world import Recorded, Scripted, call, check_exact, threads_named, wait_for
+from agent_world import PLAIN, Recorded, Scripted, call, check_exact, threads_named, wait_for
 
 from nexrl_sdk import LocalBackend, Recipe, Trainer
 from nexrl_sdk.rollout.agent import AgentRolloutWorker, RolloutRunner
 from nexrl_sdk.rollout.agent_config import AgentConfig
 from nexrl_sdk.rollout.evaluator import EvaluationRunResult
 from nexrl_sdk.rollout.session import SessionClosed
-from nexrl_sdk.types import BackendError, ConfigError, DataError, EvaluatorError, Interrupted, SamplingParams
+from nexrl_sdk.types import BackendError, ConfigError, DataError, EvaluatorError, Interrupted, NonFiniteError, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
 ROW = {"prompt": "20+22?", "answer": "42"}
@@ -263,6 +263,40 @@ def test_what_another_try_would_not_mend_ends_the_run_and_names_the_row(error):
     with pytest.raises(type(error), match="row 2: no"):
         made.run([{**ROW, "i": i} for i in range(4)])
     wait_for(lambda: not threads_named("rollout-"))
+
+
+REFUSES = PLAIN.replace("{% for m in messages %}", "{% for m in messages %}{% if 'boo' in m.content %}{{ raise_exception('no boo') }}{% endif %}")
+
+
+def test_what_a_model_or_a_tool_says_fails_its_rollout_and_not_the_run():
+    def look() -> str:
+        """Look."""
+        return results.pop()
+
+    results = ["boo", "fine", "boo", "fine"]
+    backend = Scripted([call("look"), "42"], template=REFUSES)
+    made = AgentRolloutWorker(backend, right, agent=AgentConfig.make("x", tools=[look]), group_size=1, rollouts_at_once=1, retries=2)
+    found = made.run([ROW] * 4)
+    assert [t.status for t in found] == ["ok", "failed", "ok", "failed"] and not results
+    assert all("template refuses messages" in t.error and "no boo" in t.error and sum(t.loss_mask) and "attempts" not in t for t in found[1::2])
+    with pytest.raises(ConfigError, match=r"row 0: .* no boo"):
+        made.run([{**ROW, "prompt": "boo"}])
+
+
+@pytest.mark.parametrize(("error", "ends"), [(ConfigError("no"), False), (DataError("no"), False), (NonFiniteError("no"), True)])
+def test_errors_behind_the_first_answer_end_a_run_only_where_the_weights_are_broken(error, ends):
+    def agent(query, session, data):
+        ask(query, session)
+        if data["i"] == 1:
+            raise error
+        return "42"
+
+    made = worker(agent, group_size=1)
+    if ends:
+        with pytest.raises(NonFiniteError, match="row 1: no"):
+            made.run([{**ROW, "i": i} for i in range(2)])
+    else:
+        assert [t.error for t in made.run([{**ROW, "i": i} for i in range(2)])] == [None, f"{type(error).__name__}: no"]
 
 
 def test_an_agent_that_never_asks_has_failed():
