@@ -144,15 +144,15 @@ def check_agent(recipe: Recipe) -> Iterator[Finding]:
         if w.type == "agent":
             yield _error("rollout_worker.type", f"'agent', and {getattr(cls, '__name__', cls)} runs none: derive it from AgentRolloutWorker or BaseNexAURolloutWorker")
         return
-    if cls is AgentRolloutWorker and not (w.agent_config_path or w.agent_command or w.agent_function):
-        yield _error("rollout_worker.agent_config_path", "missing; give an agent's file, rollout_worker.agent_command or agent_function, or a worker of your own that overrides run_agent")
+    if cls is AgentRolloutWorker and not any(w[k] or k in recipe.live for k in AGENTS):
+        yield _error("rollout_worker.agent_config_path", "missing; give an agent's file, rollout_worker.agent_command or agent_function (in a cell: Recipe(agent=...)), or a worker of your own that overrides run_agent")
     if problems := recipe.agent_problems():
         yield from (_error(key, problem) for key, problem in problems.items())
         return
     try:
         recipe.agent_settings()
     except NexRLError as e:
-        yield _error(next((f"rollout_worker.{k}" for k in AGENTS if w[k]), "rollout_worker.agent_config_path"), e)
+        yield _error(next((f"rollout_worker.{k}" for k in AGENTS if w[k] or k in recipe.live), "rollout_worker.agent_config_path"), e)
 
 # %% ../../nbs/61_recipe.check.ipynb #9e94cc95
 def check_data(recipe: Recipe) -> Iterator[Finding]:

@@ -208,8 +208,37 @@ def _sections(given: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
         if section.get("data") is not None:
             section["data"] = _data_section(section["data"], "validate.data", live)
         out["validate"] = section
+    _agent(out, live)
     _classes(out, live)
     return out
+
+
+_AN_AGENT = "an agent is a function (base_url, row) or (query, session) -> its final answer, or an AgentConfig"
+
+
+def _agent(out: dict[str, Any], live: dict[str, Any]) -> None:
+    """An agent: a file, a command or a reference goes into its section, an object is kept."""
+    value, given = out.pop("agent", None), out.get("rollout_worker") or {}
+    section = dict(given) if isinstance(given, Mapping) else {}
+    if value is None and not _is_written(section.get("agent_function")):
+        value = section.pop("agent_function")
+    if value is None:
+        return
+    if isinstance(value, (bool, int, float, bytes, Mapping)):
+        raise ConfigError(f"rollout_worker.agent_function: {_AN_AGENT}, and the one that was given is {type(value).__name__}")
+    if not _is_written(value):
+        live["agent_function"] = value
+    elif isinstance(value, (list, tuple)):
+        section["agent_command"] = [str(v) for v in value]
+    elif str(value).endswith((".yaml", ".yml")):
+        section["agent_config_path"] = str(value)
+    elif is_file_reference(value):
+        section["agent_function"] = str(value)
+    else:
+        raise ConfigError(f"agent={str(value)!r}: an agent's file ends with .yaml; a function is named 'file.py:name'; a command is a list, such as ['{{python}}', 'my_agent.py']")
+    if not (out.get("worker_class") or section.get("custom_rollout_worker_class_name")):
+        section.setdefault("type", "agent")
+    out["rollout_worker"] = section
 
 
 def _classes(out: dict[str, Any], live: dict[str, Any]) -> None:
@@ -235,7 +264,7 @@ class Settings:
     """A checked configuration, and the objects of a cell that belong to it."""
 
     config: DictConfig  # every key, resolved; read by trainers
-    live: dict[str, Any]  # role -> object: data, validate.data, evaluator, builder, trainer_class, worker_class
+    live: dict[str, Any]  # role -> object: data, validate.data, evaluator, builder, trainer_class, worker_class, agent_function
     base_dir: Path  # the folder that paths are relative to first
     path: Path | None  # the file that the recipe was loaded from
 
@@ -513,18 +542,28 @@ def _runs_agent(cls: Any) -> bool:
     return isinstance(cls, type) and issubclass(cls, AgentRolloutWorker)
 
 
-def _agent_function(found: Any, reference: str) -> Callable[..., Any]:
-    """A function that can be an agent."""
-    wanted = f"rollout_worker.agent_function: an agent is a function (base_url, row) -> its final answer, and {reference} is"
-    if not callable(found):
-        raise ConfigError(f"{wanted} {type(found).__name__}")
+def _agent_object(found: Any, reference: str) -> Any:
+    """An agent from an AgentConfig, a function that knows an address, or one that is given a session."""
+    from nexrl_sdk.rollout.agent import OFFERED, Agent
+    from nexrl_sdk.rollout.agent_config import AgentConfig
+    from nexrl_sdk.serve.openai import ProxyAgent, proxied
+
+    if isinstance(found, (AgentConfig, Agent, ProxyAgent)):
+        return found
+    wanted = f"rollout_worker.agent_function: {_AN_AGENT}, and {reference} is"
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(f"{wanted} {'a class' if isinstance(found, type) else type(found).__name__}")
     try:
-        inspect.signature(found).bind("", {})
+        signature = inspect.signature(found)
+    except ValueError:  # a built-in without one
+        return proxied(found)
+    if set(list(signature.parameters)[1:]) & set(OFFERED):
+        return found
+    try:
+        signature.bind("", {})
     except TypeError as e:
-        raise ConfigError(f"{wanted} {getattr(found, '__name__', type(found).__name__)}{inspect.signature(found)}: {e}") from e
-    except ValueError:  # a built-in without a signature
-        pass
-    return found
+        raise ConfigError(f"{wanted} {getattr(found, '__name__', type(found).__name__)}{signature}: {e}") from e
+    return proxied(found)
 
 
 def _a_class(found: Any, key: str) -> Any:
@@ -532,7 +571,7 @@ def _a_class(found: Any, key: str) -> Any:
     if isinstance(found, type):
         return found
     made = f"; give its class, {type(found).__name__}" if hasattr(found, "__dict__") and not callable(found) else ""
-    agent = "; an agent that is a function is called in run_agent of a worker: class W(AgentRolloutWorker), def run_agent(self, task)" if callable(found) and "worker" in key else ""
+    agent = "; an agent that is a function is given as Recipe(agent=...)" if callable(found) and "worker" in key else ""
     raise ConfigError(f"{key}: a class is wanted, not the {type(found).__name__} {getattr(found, '__name__', '')}".rstrip() + made + agent)
 
 
@@ -649,9 +688,9 @@ class Parts(Identity):
         """Keys of an agent that contradict each other, or would change nothing."""
         w, cls = self.config.rollout_worker, self.worker_class()
         if not _runs_agent(cls):
-            given = [k for k, default in AGENT_KEYS.items() if self.to_dict()["rollout_worker"][k] != default]
+            given = [k for k, default in AGENT_KEYS.items() if self.to_dict()["rollout_worker"][k] != default or k in self.live]
             return {f"rollout_worker.{k}": f"{getattr(cls, '__name__', cls)} runs no agent; say rollout_worker.type: agent, or leave it out" for k in given}
-        found, named = dict[str, str](), [k for k in AGENTS if w[k]]
+        found, named = dict[str, str](), [k for k in AGENTS if w[k] or k in self.live]
         if len(named) > 1:
             found[f"rollout_worker.{named[0]}"] = f"rollout_worker.{named[0]} and rollout_worker.{named[1]} both name an agent; leave one out"
         if w.agent_processes and not w.agent_command:
@@ -693,12 +732,14 @@ class Parts(Identity):
             if has_nexau():
                 return NexAUAgent(self.resolve_path(w.agent_config_path))
             return AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=workspace)
-        if not (w.agent_function or w.agent_command):
+        if "agent_function" in self.live:
+            return _agent_object(self.live["agent_function"], "the one that was given")
+        if w.agent_function:
+            return _agent_object(self.load_reference(w.agent_function, "rollout_worker.agent_function"), w.agent_function)
+        if not w.agent_command:
             return None
         from nexrl_sdk.serve.openai import proxied
 
-        if w.agent_function:
-            return proxied(_agent_function(self.load_reference(w.agent_function, "rollout_worker.agent_function"), w.agent_function))
         command, folder = self._command(), str(workspace or self.base_dir)
         if w.agent_processes is None:
             return proxied(command, cwd=folder)
@@ -728,11 +769,12 @@ class Recipe(Parts):
         validate: Any = None,  # held-out rows, as for data, or the validate section
         trainer_class: Any = None,  # a trainer of your own, or "file.py:Name"
         worker_class: Any = None,  # a rollout worker of your own, or "file.py:Name"
+        agent: Any = None,  # an AgentConfig, a function (base_url, row) or (query, session), "agent.yaml", "file.py:name", or a command as a list
         base_dir: str | Path | None = None,  # what paths are relative to; None: the working directory
         **sections: Any,  # trainer={...}, rollout_worker={...}, seed=1, ...
     ):
         live: dict[str, Any] = {}
-        given = {"model": model, "data": data, "evaluator": evaluator, "algorithm": algorithm, "validate": validate, "trainer_class": trainer_class, "worker_class": worker_class}
+        given = {"model": model, "data": data, "evaluator": evaluator, "algorithm": algorithm, "validate": validate, "trainer_class": trainer_class, "worker_class": worker_class, "agent": agent}
         values = _sections({**given, **sections}, live)
         self._take(Tree(OmegaConf.create(_plain(values))), live, Path(base_dir or Path.cwd()))
 

@@ -20,7 +20,7 @@ from ..types import ConfigError
 __all__ = ['CODE_FILES', 'ROW_FILES', 'live_files', 'save_recipe', 'keep_recipe']
 
 # %% ../../nbs/62_recipe.export.ipynb #ee2c87a2
-CODE_FILES = {"evaluator": "evaluator.py", "builder": "model.py", "trainer_class": "trainer.py", "worker_class": "worker.py", "data": "data.py", "validate.data": "validation.py"}
+CODE_FILES = {"evaluator": "evaluator.py", "builder": "model.py", "trainer_class": "trainer.py", "worker_class": "worker.py", "agent_function": "agent.py", "data": "data.py", "validate.data": "validation.py"}
 ROW_FILES = {"data": "rows.jsonl", "validate.data": "validation.jsonl"}
 
 
@@ -50,7 +50,7 @@ def _code_keys(role: str, files: list[str], sources: list[Source]) -> dict[str, 
     file, name = files[0], sources[0].name
     if len(files) > 1:
         return {"rollout_worker.evaluator_module_path": [f"{f}:{s.name}" for f, s in zip(files, sources)]}
-    whole = {"evaluator": "rollout_worker.evaluator_module_path", "builder": "model.builder", "data": "data.source", "validate.data": "validate.data.source"}
+    whole = {"evaluator": "rollout_worker.evaluator_module_path", "builder": "model.builder", "agent_function": "rollout_worker.agent_function", "data": "data.source", "validate.data": "validate.data.source"}
     if role in whole:
         return {whole[role]: f"{file}:{name}"}
     prefix = "trainer.custom_trainer" if role == "trainer_class" else "rollout_worker.custom_rollout_worker"
@@ -93,6 +93,8 @@ def _moved_paths(recipe: Recipe, folder: Path) -> dict[str, Any]:
     for key in ("model.path", "model.tokenizer", "rollout_worker.agent_config_path", "rollout_worker.agent_workspace"):
         if get_path(config, key):
             moved[key] = seen_from(get_path(config, key))
+    if get_path(config, "rollout_worker.agent_command") and not get_path(config, "rollout_worker.agent_workspace"):
+        moved["rollout_worker.agent_workspace"] = seen_from(".")  # its files are named from there
     for role in ("data", "validate.data"):
         given = get_path(config, f"{role}.data_files")
         if given:

@@ -19,10 +19,11 @@ import sysconfig
 import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..rollout.agent_config import AgentConfig
 from ..rollout.data import load_object
 from ..rollout.evaluator import made_with
 from ..types import ConfigError
@@ -190,7 +191,7 @@ class _Capture:
             self.imports[f"import {value.__name__}{alias}"] = None
         elif inspect.isclass(value) or isinstance(value, types.FunctionType):
             self.add_definition(name, value)
-        elif made_with(value) is not None:
+        elif made_with(value) is not None or isinstance(value, AgentConfig):
             self.add_instance(name, value)
         else:
             self.add_constant(name, value)
@@ -229,7 +230,7 @@ class _Capture:
 
 
     def add_instance(self, name: str, value: Any) -> None:
-        """An evaluator, as the call that made it."""
+        """An evaluator or an agent, as the call that made it."""
         self.definitions[name] = ""
         text = f"{name} = {self.expression(value)}"
         del self.definitions[name]
@@ -256,6 +257,8 @@ class _Capture:
 
     def call(self, value: Any) -> str:
         """The call that made an evaluator."""
+        if isinstance(value, AgentConfig):
+            return self.agent(value)
         cls, given = type(value), made_with(value)
         if given is None or (why := _differs(value, *given)) is not None:
             made = f"holds {why}, which is not what it was made with" if given is not None else "was made in a way that no file holds"
@@ -264,6 +267,21 @@ class _Capture:
         names = list(inspect.signature(cls).bind(*given[0], **given[1]).arguments)
         _check_secrets(self.what, cls.__name__, names)
         return f"{cls.__name__}({', '.join([*map(self.expression, given[0]), *(f'{k}={self.expression(v)}' for k, v in given[1].items())])})"
+
+
+    def agent(self, value: AgentConfig) -> str:
+        """The call of AgentConfig.make that made an agent."""
+        self.add("AgentConfig", AgentConfig)
+        if value.made is None or not _same_agent(value, AgentConfig.make(**value.made)):
+            raise ConfigError(f"{self.what}: this agent {'was changed after it was made' if value.made else 'was not made by AgentConfig.make'}, which no file holds; make it anew, or name its file")
+        return f"AgentConfig.make({', '.join(f'{k}={self.expression(v)}' for k, v in value.made.items())})"
+
+
+def _same_agent(a: AgentConfig, b: AgentConfig) -> bool:
+    """Whether two agents have the same settings and tools of the same names."""
+    plain = [f.name for f in fields(AgentConfig) if f.name not in ("tools", "sub_agents", "tracers", "made")]
+    same = all(getattr(a, n) == getattr(b, n) for n in plain) and [t.definition() for t in a.tools] == [t.definition() for t in b.tools]
+    return same and list(a.sub_agents) == list(b.sub_agents) and all(map(_same_agent, a.sub_agents.values(), b.sub_agents.values()))
 
 
 def _differs(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -304,10 +322,11 @@ def capture(
 ) -> Source:
     """The source of an object and of everything that it uses."""
     instance = not (inspect.isclass(obj) or isinstance(obj, types.FunctionType))
-    if instance and (made_with(obj) is None or _is_plainly_made(obj)):
+    agent = isinstance(obj, AgentConfig)
+    if instance and not agent and (made_with(obj) is None or _is_plainly_made(obj)):
         obj, instance = _class_of(obj, what), False
     collected = _Capture(what)
-    name = "evaluator" if instance else obj.__name__
+    name = "agent" if agent else "evaluator" if instance else obj.__name__
     collected.add(name, obj)
     first = ["from __future__ import annotations"]
     return Source(name, (*first, *sorted(collected.imports)), tuple(collected.constants.values()), tuple(collected.definitions.items()))

@@ -23,7 +23,7 @@ def recipe_of(**given):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"worker_class": agent}, r"worker_class: a class is wanted, not the function agent; an agent that is a function is called in run_agent"),
+        ({"worker_class": agent}, r"worker_class: a class is wanted, not the function agent; an agent that is a function is given as Recipe\(agent="),
         ({"worker_class": SimpleRolloutWorker(BACKEND)}, "worker_class: a class is wanted, .*give its class, SimpleRolloutWorker"),
         ({"trainer_class": agent}, "trainer_class: a class is wanted, not the function agent"),
     ],

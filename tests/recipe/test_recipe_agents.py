@@ -226,7 +226,7 @@ def test_contradictions_are_errors_before_anything_runs(folder: Path, given: dic
         ({"agent_processes": "two"}, "agent_processes"),
         ({"agent_processes": 1.5}, "agent_processes"),
         ({"agent_function": 3}, "agent_function"),
-        ({"agent_function": lambda base_url, row: None}, "agent_function|cannot be a value of a recipe"),
+        ({"agent_function": {"file": "agent.py"}}, "agent_function"),
         ({"rollout_timeout": 0}, "rollout_timeout"),
         ({"rollout_timeout": -1.0}, "rollout_timeout"),
         ({"rollout_timeout": "soon"}, "rollout_timeout"),
