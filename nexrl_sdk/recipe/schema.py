@@ -100,7 +100,7 @@ class RolloutWorker(Section):
     agent_config_path: str | None = None  # an agent's YAML file
     agent_command: Annotated[list[str], Field(min_length=1)] | None = None  # or an agent in its own process: it reads the row as JSON and talks to OPENAI_BASE_URL; {python} is this interpreter
     agent_processes: Count | None = None  # of the command, that stay and take a task a line (id, base_url, api_key, row); null: a process a rollout
-    agent_function: str | None = None  # or "file.py:name": (base_url, row) -> the final answer
+    agent_function: str | None = None  # or "file.py:name": a function (base_url, row) or (query, session) -> the final answer, or an AgentConfig
     agent_workspace: str | None = None  # folder of the agent's modules; null: the file's
     rollout_timeout: Positive | None = None  # seconds that an agent may work on a task
     rollouts_at_once: Count = 256  # agents at work
