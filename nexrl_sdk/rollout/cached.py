@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import datetime as dt
 import functools
 import hashlib
 import inspect
@@ -25,7 +26,8 @@ import types
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -153,17 +155,41 @@ def content_key(
     target: BaseEvaluationTarget,
 ) -> str | None:  # 64 hexadecimal digits; None: there is something in it that cannot be written down
     """A digest of all that a score depends on."""
-    shown = {"row": dict(row), "target": asdict(target) if is_dataclass(target) else vars(target), "kind": type(target).__name__}
-    text = dumps(shown)
-    if _LOST in text:
+    held = {**({f.name: getattr(target, f.name) for f in fields(target)} if is_dataclass(target) else {}), **getattr(target, "__dict__", {})}
+    try:
+        text = json.dumps([_exact(dict(row)), _exact(held), type(target).__name__])
+    except (_Unwritten, RecursionError, ValueError):  # also a whole number of thousands of digits
         return None
-    canonical = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(f"{identity}\n{canonical}".encode()).hexdigest()
+    return hashlib.sha256(f"{identity}\n{text}".encode()).hexdigest()
 
 
+class _Unwritten(Exception):
+    """There is something that cannot be written down."""
+
+
+def _exact(value: Any) -> Any:
+    """A value as JSON that no other has: a list is no tuple, set or array, and 1 is not 1.0."""
+    kind = type(value)
+    if kind is str:
+        return value
+    if isinstance(value, Mapping):
+        return ["mapping", sorted(([_exact(k), _exact(v)] for k, v in value.items()), key=json.dumps)]
+    if isinstance(value, (list, tuple)):
+        kinds = set(map(type, value))
+        return [kind.__name__, *([f"all {kinds.pop().__name__}", list(value)] if kinds in ({int}, {float}) else [_exact(v) for v in value])]
+    if isinstance(value, (set, frozenset)):
+        return ["set", *sorted((_exact(v) for v in value), key=json.dumps)]
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # arrays and their scalars, of numpy and torch
+        return ["array", str(value.dtype), list(value.shape), _exact(value.tolist())]
+    if value is None or isinstance(value, _REPEATED):
+        return [kind.__name__, repr(value)]
+    raise _Unwritten
+
+
+_REPEATED = (str, int, float, complex, bytes, Decimal, dt.date, dt.time)  # whose repr is all there is to them
 _LOST = '"__nexrl__": "Unsaved"'  # in what `dumps` writes of an object that JSON cannot hold; in a string its quotes are escaped
 
-
+# %% ../../nbs/43_rollout.cached.ipynb #a735a523
 class _Store:
     """Texts by key in a SQLite file, that several threads and processes use."""
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import datetime as dt
+import functools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
-from nexrl_sdk.rollout.evaluator import score, waiting, within
+from nexrl_sdk.rollout.cached import Cached, content_key
+from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, score, waiting, within
 from nexrl_sdk.rollout.extract import extract_answer
 from nexrl_sdk.rollout.processes import Unchecked
-from nexrl_sdk.rollout.rewards import JSONFormat, Maths, Numeric, Processes, evaluate_batch
+from nexrl_sdk.rollout.rewards import JSONFormat, Maths, Processes, evaluate_batch
 from nexrl_sdk.types import ConfigError, EvaluatorError
 
 ENDLESS = 60  # seconds for a child process: far more than linear work takes, far less than quadratic work on these lengths
@@ -231,3 +238,37 @@ def test_a_schema_without_end_is_refused():
     with pytest.raises(ConfigError, match="no JSON schema"):
         JSONFormat({"const": object()})
     assert score(JSONFormat({"properties": {"x": {"$ref": "http://127.0.0.1:9/s.json"}}}), {}, '{"x": 1}').status == "error"
+
+
+# -- the cache -----------------------------------------------------------------------------------------
+
+ALL_DIFFERENT = [
+    1, 1.0, True, "1", None, "None", [1], (1,), {1}, np.array([1]), np.array([1.0]), np.array([[1]]), [[1]], np.int64(1), np.float32(0.1), 0.1, Decimal(1), math.nan, "nan", [math.nan], math.inf, -0.0, 0.0, b"1", {"1": 1}, {1: 1}, {(1,): 1}, [], (), {}, set(), [True], [1, True],
+    dt.date(2020, 1, 1), dt.datetime(2020, 1, 1), "2020-01-01", "\ud800", "\\ud800", ["list", 1], ["int", "1"], ["all int", [1]], ["mapping", []], {"__nexrl__": "tuple", "value": [1]}, 1j,
+]  # fmt: skip
+
+
+def test_values_that_differ_have_keys_that_differ():
+    keys = [content_key("i", {"v": v}, BaseEvaluationTarget("x")) for v in ALL_DIFFERENT]
+    assert None not in keys
+    assert [i for i, k in enumerate(keys) if keys.index(k) != i] == []
+    assert keys == [content_key("i", {"v": copy.deepcopy(v)}, BaseEvaluationTarget("x")) for v in ALL_DIFFERENT]
+    key = [content_key("i", {}, BaseEvaluationTarget("x", v)) for v in ALL_DIFFERENT]
+    assert len(set(key)) == len(key) and not set(key) & set(keys)
+    assert content_key("i", {"v": {"a": 1, "b": {3, 1, 2}}}, BaseEvaluationTarget("x")) == content_key("i", {"v": {"b": {2, 3, 1}, "a": 1}}, BaseEvaluationTarget("x"))
+
+
+def looped():
+    found: dict = {}
+    found["again"] = found
+    return found
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), (i for i in range(3)), object(), looped(), 10**5000, functools.reduce(lambda inner, _: [inner], range(100_000), [])], ids=["lock", "generator", "object", "loop", "digits", "deep"])
+def test_what_cannot_be_written_or_copied_is_judged_without_a_cache(value):
+    calls = []
+    cached = Cached(lambda row, answer: calls.append(answer) or 1.0)
+    for _ in range(2):
+        assert cached.evaluate({}, BaseEvaluationTarget("x", value)).reward == 1
+        assert cached.evaluate({"column": value}, BaseEvaluationTarget("x")).reward == 1
+    assert len(calls) == 4 and cached.hits == 0
