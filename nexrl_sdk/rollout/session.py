@@ -31,7 +31,7 @@ _OWN = ("max_tokens", "stop", "max_prompt")  # an agent's to say
 _GOVERNED = ("temperature", "top_p", "top_k", "min_p", "seed")  # by the recipe
 _log = logging.getLogger("nexrl_sdk.rollout.session")
 _BUSY = threading.Semaphore(min(4, os.cpu_count() or 1))  # renders and reads: hundreds of threads that all want the interpreter spend half their time on taking turns
-_TOLD: set[tuple[str, str]] = set()  # what the log has said already
+_TOLD: set[str] = set()  # names of what the log has said already
 
 
 @dataclass
@@ -110,8 +110,8 @@ class Session:
         **params: Any,  # of `answer`, too
     ) -> list[Reply]:
         """Several answers to one request."""
-        if tools and "tools" not in str(getattr(self.tokenizer, "chat_template", "")) and ("tools", "") not in _TOLD:
-            _TOLD.add(("tools", ""))
+        if tools and "tools" not in str(getattr(self.tokenizer, "chat_template", "")) and "tools" not in _TOLD:
+            _TOLD.add("tools")
             _log.info("the tokenizer's chat template shows no tools: the model is not told of the agent's; describe them in the system prompt, or take a tokenizer whose template shows them")
         return self.answer(lambda: self.conversation.prompt([self._as_drawn(m) for m in _messages(messages)], tools), n, **params)
 
@@ -146,7 +146,7 @@ class Session:
         for name, value in asked.items():
             if name not in self.overridden:
                 self.overridden[name] = value
-                _log.info("the agent asks for %s=%r, which the recipe does not have; it is not used", name, value)
+                _log.info("the agent asks for %s=%.200r, which the recipe does not have; it is not used", name, value)
 
     def child(
         self,
@@ -250,11 +250,11 @@ class Session:
         return replace(self.sampling, max_tokens=most, stop=_stops(self.sampling.stop, asked.get("stop")), seed=seed, top_logprobs=0, prompt_logprobs=False)
 
     def _override(self, name: str, value: Any) -> None:
-        """Note what is asked for and not used; the log is told once."""
+        """Note what is asked for and not used; the log is told once of each name."""
         self.overridden.setdefault(name, value)
-        if (name, repr(value)) not in _TOLD:
-            _TOLD.add((name, repr(value)))
-            _log.info("the agent asks for %s=%r; the recipe's %r is used, so that all answers are of one distribution", name, value, getattr(self.sampling, name))
+        if name not in _TOLD:
+            _TOLD.add(name)
+            _log.info("the agent asks for %s=%.200r; the recipe's %r is used, so that all answers are of one distribution", name, value, getattr(self.sampling, name))
 
 
 def cut(

@@ -269,3 +269,17 @@ def test_agents_that_share_a_session_have_sequences_of_their_own():
     found = session_trajectories(session)
     check_exact(backend.drawn, found)
     assert [len(t["turns"]) for t in found] == [3, 3, 1] and [t["prompt_messages"][0]["content"] for t in found] == ["planner", "coder", "planner"]
+
+
+def test_what_the_log_is_told_once_does_not_grow_with_the_requests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from nexrl_sdk.rollout import session as room
+
+    monkeypatch.setattr(room, "_TOLD", set())
+    caplog.set_level("INFO", "nexrl_sdk.rollout.session")
+    for i in range(50):
+        session = Session(Scripted(["a"]), sampling=SamplingParams(temperature=0.5))
+        session.complete([{"role": "user", "content": "x"}], seed=1000 + i, temperature=2.0 + i)
+        session.note({"reasoning_effort": "x" * 100_000})
+        assert session.overridden["seed"] == 1000 + i and session.overridden["temperature"] == 2.0 + i
+    assert len(room._TOLD) == 2 and sum("asks for seed=1000;" in r.message for r in caplog.records) == 1
+    assert max(len(r.message) for r in caplog.records) < 1000
