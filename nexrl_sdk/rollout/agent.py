@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from .agent_config import SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
+from .agent_config import IGNORED_LLM, SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
 from .chat import ChatClient, NexAUAgent, completion_dict, has_nexau, trace_of
 from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _finite_metrics, _score_of, as_evaluator, as_result, own_row, score
 from .rollouts import Rollouts, _runs, score_fields
@@ -456,15 +457,16 @@ class AgentRolloutWorker(JudgedByRun):
         backend: Any,
         evaluator: Any = None,
         *,
-        agent: Any = None,  # an AgentConfig, the path of its file, an Agent, or a function, also async, (query, session=..., data=..., cancel=...) -> answer; None: run_agent is overridden
+        agent: Any = None,  # an AgentConfig, the path of its file, an Agent, or a function, also async, (query, session=..., client=..., data=..., cancel=...) -> answer, whose client is the session in the shape of OpenAI's; None: run_agent is overridden
         workspace: str | Path | None = None,  # folder of the agent's modules
         rollouts_at_once: int = 256,
         timeout: float | None = None,  # seconds for one rollout; None: no limit
         unfinished: str = "score",  # a rollout that ran out of turns or context: "score" it as it is, or "fail"
         template_kwargs: Mapping[str, Any] | None = None,  # variables of the chat template
         tool_format: str | None = None,  # how the model writes tool calls; None: as its tokenizer says
-        **settings: Any,  # of every worker
+        **settings: Any,  # of every worker; its sampling holds where an agent's llm_config has another temperature, top_p, top_k or min_p
     ):
+        _check_keywords(type(self), settings)
         super().__init__(backend, evaluator, **settings)
         if unfinished not in ENDINGS:
             raise ConfigError(f"unfinished={unfinished!r} is not known{nearest(unfinished, ENDINGS)}")
@@ -473,6 +475,8 @@ class AgentRolloutWorker(JudgedByRun):
         if self.overlong == "truncate":
             raise ConfigError("overlong: 'truncate' would cut an agent's conversation anywhere; set it to 'error' or 'drop'")
         self.agent = _as_agent(agent, workspace)
+        if isinstance(self.agent, Agent):
+            _tell(self.agent.config, self.sampling)
         self.rollouts_at_once, self.timeout, self.unfinished = rollouts_at_once, timeout, unfinished
         self.template_kwargs, self.tool_format = dict(template_kwargs or {}), tool_format
 
@@ -520,9 +524,8 @@ class AgentRolloutWorker(JudgedByRun):
         if self.agent is None:
             raise ConfigError(f"{type(self).__name__} has no agent: give agent=, or override run_agent")
         if isinstance(self.agent, (Agent, NexAUAgent)):
-            return self.agent.run(query, client=self.client, tracer=self.tracer, context=_names(task))
-        answer = _awaited(_call_agent(self.agent, query, self.client, task), self.client.cancel)
-        return _last_words(self.client) if answer is None else as_text(answer)
+            return _answer_text(self.agent.run(query, client=self.client, tracer=self.tracer, context=_names(task)), self.client)
+        return _answer_text(_awaited(_call_agent(self.agent, query, self.client, task), self.client.cancel), self.client)
 
     # many rollouts ---------------------------------------------------------------------------------------------------
 
@@ -626,8 +629,9 @@ class AgentRolloutWorker(JudgedByRun):
         if ended in ("context", "max_iterations") and self.unfinished == "fail":
             return self._failed(rollout, ContextOverflowError(f"the rollout ended without an answer: {ended} (unfinished: fail)"))
         if isinstance(answer, tuple) and len(answer) == 2 and hasattr(answer[1], "reward"):  # what run_agent of NexRL's own workers returns: the output, and its evaluation
-            return self._given(self._trajectories(rollout, as_text(getattr(answer[0], "final_answer", answer[0]))), _evaluated(answer[1]))
-        return self._trajectories(rollout, as_text(getattr(answer, "final_answer", answer)))
+            said = getattr(answer[0], "final_answer", answer[0])
+            return self._given(self._trajectories(rollout, _last_words(rollout.session) if said is None else as_text(said)), _evaluated(answer[1]))
+        return self._trajectories(rollout, _answer_text(getattr(answer, "final_answer", answer), rollout.session))
 
     def _trajectories(self, rollout: _Rollout, answer: str, **fields: Any) -> list[Trajectory]:
         own: dict[str, Any] = {"final_answer": answer, "agent": _numbers(rollout.session), "trace": rollout.trace(), **_shown(rollout)}
@@ -665,7 +669,7 @@ class AgentRolloutWorker(JudgedByRun):
 def _as_agent(given: Any, workspace: str | Path | None) -> Any:
     """The agent that is meant."""
     if isinstance(given, (str, Path)):
-        given = NexAUAgent(given) if has_nexau() else AgentConfig.load(given, workspace=workspace)
+        given = NexAUAgent(given, workspace) if has_nexau() else AgentConfig.load(given, workspace=workspace)
     if isinstance(given, AgentConfig):
         return Agent(given)
     if given is not None and not isinstance(given, (Agent, NexAUAgent)):
@@ -673,6 +677,41 @@ def _as_agent(given: Any, workspace: str | Path | None) -> Any:
     return given
 
 
+def _check_keywords(cls: type, given: Mapping[str, Any]) -> None:
+    """ConfigError where a worker is made with a keyword that neither its class nor those above take."""
+    known = {n for c in cls.__mro__ if "__init__" in vars(c) for n, p in _parameters(vars(c)["__init__"]).items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)} - {"self", "config"}
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} takes no {name!r}{nearest(name, sorted(known))}")
+
+# %% ../../nbs/43_rollout.agent.ipynb #5e1af84b
+_TOLD: set[str] = set()  # what the log has said already
+_QUIET = {"type", "agent_id", "source_id", "variables", *(f"llm_config.{k}" for k in IGNORED_LLM if k not in ("min_tokens", "timeout", "max_retries"))}
+_GOVERNED = ("temperature", "top_p", "top_k", "min_p")  # the worker's to say
+
+
+def _without_effect(config: AgentConfig, before: str = "") -> dict[str, str]:
+    """Keys of an agent's file, and of its sub-agents', that were taken without effect, and why."""
+    found = {before + k: why for k, why in config.ignored.items()}
+    return found | {k: why for name, sub in config.sub_agents.items() for k, why in _without_effect(sub, f"{before}sub_agents.{name}.").items()}
+
+
+def _tell(config: AgentConfig, sampling: SamplingParams) -> None:
+    """Log what of an agent's configuration is not used."""
+    found, asked = _without_effect(config), {k: config.llm_config.get(k) for k in _GOVERNED}
+    for level in (logging.INFO, logging.WARNING):
+        keys = [f"{k} ({why})" for k, why in found.items() if (re.sub(r"^(sub_agents\..*?\.)+", "", k) in _QUIET) == (level == logging.INFO)]
+        _once(level, f"the agent {config.name} has keys without effect: {', '.join(keys)}" if keys else "")
+    other = [f"llm_config.{k}={v!r} (the worker's {k} is {getattr(sampling, k)!r})" for k, v in asked.items() if v is not None and v != getattr(sampling, k)]
+    _once(logging.WARNING, f"the agent {config.name} asks for {', '.join(other)}: the worker's sampling is used, so that all answers are of one distribution" if other else "")
+
+
+def _once(level: int, message: str) -> None:
+    if message and message not in _TOLD:
+        _TOLD.add(message)
+        _log.log(level, "%s", message)
+
+# %% ../../nbs/43_rollout.agent.ipynb #d4d1e2f4
 def _evaluated(result: Any) -> Score:
     """What an evaluator said, checked."""
     try:
@@ -686,6 +725,8 @@ OFFERED = ("session", "client", "data", "cancel")  # what an agent of the user's
 
 def _check_agent(given: Any) -> None:
     """ConfigError where it cannot be called with a query."""
+    if isinstance(given, (list, tuple)) or (not isinstance(given, type) and "base_url" in _parameters(given)):
+        raise ConfigError(f"{'a command' if isinstance(given, (list, tuple)) else getattr(given, '__name__', given)!s} is an agent that knows an address: give agent=proxied(...), of nexrl_sdk.serve.openai")
     if not callable(given) or isinstance(given, type):
         kind = f"the class {given.__name__}: make one" if isinstance(given, type) else type(given).__name__
         raise ConfigError(f"an agent is an AgentConfig, the path of its file, an Agent or a function (query, session=...), not {kind}")
@@ -699,13 +740,18 @@ def _check_agent(given: Any) -> None:
         raise ConfigError(f"the agent {getattr(given, '__name__', given)}{signature} is called with the query, and with {', '.join(OFFERED)} where it names them: {e}") from e
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """What a function takes; empty where it does not say."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return {}
+
+
 def _call_agent(function: Any, query: Any, session: Session, task: dict[str, Any]) -> Any:
     """Call an agent of the user's own with what it takes."""
-    offered = {"session": session, "client": session, "data": task, "cancel": session.cancel}
-    try:
-        names = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        names = {}  # type: ignore[assignment]
+    offered = {"session": session, "client": ChatClient(session), "data": task, "cancel": session.cancel}
+    names = _parameters(function)
     every = any(p.kind is p.VAR_KEYWORD for p in names.values())
     return function(query, **{k: v for k, v in offered.items() if every or k in names})
 
@@ -762,6 +808,28 @@ def _with_posted(found: list[Trajectory], session: Session) -> list[Trajectory]:
         t["agent"] = {**posted, **t["agent"]}
         t["metrics"] = {**posted, **(t.get("metrics") or {})}
     return found
+
+
+def _answer_text(answer: Any, session: Session) -> str:
+    """What an agent answered: text, or None for its last words; ConfigError for what only holds a text."""
+    if answer is None:
+        return _last_words(session)
+    if isinstance(answer, str) or (hint := _text_in(answer)) is None:
+        return as_text(answer)
+    raise ConfigError(f"the answer of an agent is text, or None for its last words, not {type(answer).__name__}: {str(answer)[:200]}; return {hint}")
+
+
+def _text_in(answer: Any) -> str | None:
+    """Where an answer has its text: in a message, a reply of a client, or a number; None where all of it may be meant."""
+    if isinstance(answer, Number):
+        return "it as text, str(answer)"
+    if isinstance(answer, Mapping):
+        return next((f'answer["{k}"]' for k in ("content", "final_answer") if k in answer), 'answer["choices"][0]["message"]["content"]' if "choices" in answer else None)
+    if hasattr(answer, "choices"):
+        return "answer.choices[0].message.content"
+    if hasattr(answer, "message"):
+        return 'answer.message["content"]' if isinstance(answer.message, Mapping) else "answer.message.content"
+    return "answer.content" if hasattr(answer, "content") else None
 
 
 def _last_words(session: Session) -> str:

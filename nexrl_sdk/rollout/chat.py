@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,10 +137,11 @@ class _Said:
 
     def results(self) -> Iterator[tuple[int, int | None, int, Mapping[str, Any]]]:
         """Of each result: its place, that of the answer that called, the place of the call in it, and the function."""
+        spoken = {t["place"]: t.get("message") or {} for t in self.turns}  # with calls that the template shows no place for
         at, waiting = None, list[tuple[int, Mapping[str, Any]]]()  # calls of the last answer that have no result yet
         for i, m in enumerate(self.messages):
             if m.get("role") == "assistant":
-                at, waiting = i, list(enumerate(m.get("tool_calls") or ()))
+                at, waiting = i, list(enumerate(m.get("tool_calls") or spoken.get(i, {}).get("tool_calls") or ()))
             elif m.get("role") == "tool":
                 yield i, at, *_called(waiting, m.get("tool_call_id"))
 
@@ -217,10 +220,12 @@ class NexAUAgent:
     def __init__(
         self,
         path: str | Path,  # agent_config.yaml
+        workspace: str | Path | None = None,  # folder of the agent's modules, from which its tools are imported; None: the file's
     ):
         if not has_nexau():
             raise ConfigError("NexAU is not installed; AgentConfig.load reads the same file for this package's own loop")
         self.path = Path(path)
+        self.workspace = self.path.parent if workspace is None else Path(workspace)
 
     def run(
         self,
@@ -229,7 +234,7 @@ class NexAUAgent:
         client: Session,  # the model
         tracer: Any = None,  # NexAU's own tracer keeps the steps
         context: Mapping[str, Any] | None = None,  # values for the system prompt
-    ) -> str:  # the answer's text
+    ) -> Any:  # the answer; None where the agent gives none
         """Work on one task."""
         agent = self.load()
         name = agent.config.name
@@ -242,12 +247,13 @@ class NexAUAgent:
 
         answer = agent.run(message=message, context=dict(context or {}), custom_llm_client_provider=provider)
         client.meta["nexau_traces"] = self.traces(agent)
-        return str(answer[0] if isinstance(answer, tuple) else answer)
+        return answer[0] if isinstance(answer, tuple) else answer
 
     def load(self) -> Any:
         """A new agent from the file."""
         from nexau import Agent, AgentConfig  # type: ignore[import-not-found]
 
+        _importable(self.workspace)
         return Agent(config=AgentConfig.from_yaml(self.path))
 
     def traces(
@@ -259,3 +265,14 @@ class NexAUAgent:
 
     def __repr__(self) -> str:
         return f"NexAUAgent({str(self.path)!r})"
+
+
+_PATH = threading.Lock()
+
+
+def _importable(folder: Path) -> None:
+    """Have modules found in a folder first, as in the folder of a script that is run; NexAU imports tools by their names."""
+    place = str(folder.resolve())
+    with _PATH:
+        if place not in sys.path:
+            sys.path.insert(0, place)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import threading
 import time
 
@@ -212,10 +213,10 @@ def test_agents_may_be_functions_sync_and_async():
     def plain(query, session):
         return session.complete([{"role": "user", "content": query}]).message["content"]
 
-    def silent(query, client, data, cancel):
+    def silent(query, session, data, cancel):
         assert data == ROW and not cancel.is_set()
         data["answer"] = "spoilt"  # of its own copy
-        client.complete([{"role": "user", "content": query}])
+        session.complete([{"role": "user", "content": query}])
 
     async def waits(query, *, session):
         await asyncio.sleep(0)
@@ -268,7 +269,7 @@ def test_a_worker_without_an_agent_says_so():
             AgentRolloutWorker(Scripted(["x"]), **wrong)
 
 
-@pytest.mark.parametrize(("returned", "answer"), [({"b": [1]}, '{"b": [1]}'), (42, "42"), (b"42", "42"), (["4", 2], '["4", 2]'), ("", "")])
+@pytest.mark.parametrize(("returned", "answer"), [({"b": [1]}, '{"b": [1]}'), (b"42", "42"), (["4", 2], '["4", 2]'), ("", "")])
 def test_answers_that_are_no_text_become_text(returned, answer):
     class Mine(AgentRolloutWorker):
         def run_agent(self, task):
@@ -665,3 +666,96 @@ def test_an_agent_runs_by_itself():
     assert agent.run([{"role": "system", "content": "Mine."}, {"role": "user", "content": "1+2?"}], client=session, tracer=tracer) == "3"
     assert backend.tokenizer.decode(backend.drawn[0][0]).startswith("<|system|>Mine.<|end|>") and len(tracer.dump_traces()) == 1 and session.meta["ended"] == "answer"
     assert repr(agent) == "Agent('agent', 1 tools, 0 sub-agents)"
+
+
+# -- what a user of an agent gets wrong ---------------------------------------------------------------
+
+
+def test_an_agent_that_names_client_gets_openais_shape_and_one_that_names_session_the_session():
+    def of_client(query, client):
+        return client.chat.completions.create(model="m", messages=[{"role": "user", "content": query}]).choices[0].message.content
+
+    class Both:
+        def __call__(self, query, client, session):
+            assert client.session is session
+            return session.complete([{"role": "user", "content": query}]).message["content"]
+
+    for agent in (of_client, Both()):
+        _, (t,) = run(["42"], agent=agent)
+        assert (t.status, t.reward) == ("ok", 1.0), t.get("error")
+
+
+class Holder:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (42, r"not int: 42; return it as text, str\(answer\)"),
+        (0.5, "not float"),
+        ({"role": "assistant", "content": "42"}, r"""not dict.*\["content"\]"""),
+        ({"final_answer": "42"}, r"""\["final_answer"\]"""),
+        (Holder(content="42", role="assistant"), r"not Holder.*\.content"),
+        (Holder(choices=[Holder(message=Holder(content="42"))]), r"\.choices\[0\]\.message\.content"),
+        (Holder(message={"content": "42"}), r'\.message\["content"\]'),
+        (Holder(message=Holder(content="42")), r"\.message\.content"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_an_answer_that_is_no_text_says_where_its_text_is(answer, told, own):
+    def agent(query, session):
+        session.complete([{"role": "user", "content": query}])
+        return answer
+
+    class Own(AgentRolloutWorker):
+        def run_agent(self, task):
+            return agent(task["prompt"], self.client)
+
+    backend = Scripted(["42"])
+    (t,) = (Own(backend, right, group_size=1) if own else AgentRolloutWorker(backend, right, agent=agent, group_size=1)).run([ROW])
+    assert t.status == "failed" and re.search(f"the answer of an agent is text.*{told}", t["error"]) and len(backend.drawn) == 1, "another try would not help"
+
+
+def test_an_output_without_an_answer_is_answered_by_the_last_words():
+    class Own(AgentRolloutWorker):
+        def run_agent(self, task):
+            self.client.complete([{"role": "user", "content": task["prompt"]}])
+            return Holder(final_answer=None)
+
+    (t,) = Own(Scripted(["42"]), right, group_size=1).run([ROW])
+    assert (t["final_answer"], t.reward) == ("42", 1.0)
+
+
+@pytest.mark.parametrize("agent", [lambda base_url, row: "x", lambda base_url, row=None: "x", ["python", "agent.py"]])
+def test_an_agent_that_wants_an_address_is_told_of_proxied(agent):
+    with pytest.raises(ConfigError, match=r"agent=proxied\(.*nexrl_sdk\.serve\.openai"):
+        AgentRolloutWorker(Scripted(["x"]), agent=agent)
+
+
+def test_a_keyword_that_is_not_known_names_the_class_and_the_nearest():
+    class Mine(AgentRolloutWorker):
+        def __init__(self, backend, evaluator=None, *, depth=1, **settings):
+            super().__init__(backend, evaluator, **settings)
+
+    for cls in (AgentRolloutWorker, BaseNexAURolloutWorker, Mine):
+        with pytest.raises(ConfigError, match=rf"{cls.__name__} takes no 'groupsize'.*group_size"):
+            cls(Scripted(["x"]), right, groupsize=2)
+    with pytest.raises(ConfigError, match=r"takes no 'roll_outs_at_once'.*rollouts_at_once"):
+        AgentRolloutWorker(Scripted(["x"]), roll_outs_at_once=2)
+    with pytest.raises(ConfigError, match=r"Mine takes no 'dept'.*depth"):
+        Mine(Scripted(["x"]), dept=2)
+
+
+def test_keys_of_an_agents_file_without_effect_are_named_once(tmp_path, caplog):
+    (tmp_path / "sub.yaml").write_text("name: s\nretry_attempts: 3\n")
+    (tmp_path / "agent.yaml").write_text("type: agent\nname: odd\nllm_config:\n  model: gpt-x\n  temperature: 0.123\n  min_tokens: 5\nsub_agents:\n  - name: s\n    config_path: ./sub.yaml\n")
+    with caplog.at_level(logging.INFO, "nexrl_sdk.rollout.agent"):
+        for _ in range(2):
+            AgentRolloutWorker(Scripted(["x"]), agent=tmp_path / "agent.yaml", sampling=SamplingParams(temperature=0.7))
+    told = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert len(told) == 3 and [level for level, _ in told] == ["INFO", "WARNING", "WARNING"]
+    assert "type (there are only agents)" in told[0][1] and "llm_config.model (the model in training answers)" in told[0][1]
+    assert "llm_config.min_tokens" in told[1][1] and "sub_agents.s.retry_attempts" in told[1][1]
+    assert "llm_config.temperature=0.123" in told[2][1] and "0.7" in told[2][1] and "worker's" in told[2][1]

@@ -58,6 +58,8 @@ class Agent:
                 spans.append({"name": c.function.name, "type": "TOOL", "error": None, "children": []})
                 messages.append({"role": "tool", "tool_call_id": c.id, "content": result})
         if self.config.tracers: self.config.tracers[1].spans.append({"name": self.config.name, "type": "AGENT", "children": spans})
+        if self.config.says == "nothing": return None
+        if self.config.says == "binding": return __import__("importlib").import_module("tool_of_ours").add(20, 22)
         return (said.content, {"state": object()}) if self.config.says == "tuple" else said.content
 '''
 EVALUATOR = """
@@ -92,6 +94,8 @@ def nexau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in [n for n in sys.modules if n.split(".")[0] == "nexau"]:
         del sys.modules[name]
+    sys.modules.pop("tool_of_ours", None)
+    sys.path[:] = [p for p in sys.path if not p.startswith(str(tmp_path))]
 
 
 def recipe(folder: Path, **worker: Any) -> Recipe:
@@ -121,7 +125,7 @@ def test_a_recipe_runs_nexaus_agent_with_its_helper_token_for_token(nexau: Path)
     assert len({id(c) for c in made}) == 4, "a new agent for each rollout"
 
 
-@pytest.mark.parametrize(("more", "answer"), [("says: tuple\n", "42"), ("traced: false\n", "42"), ("max_iterations: 1\n", "")])
+@pytest.mark.parametrize(("more", "answer"), [("says: tuple\n", "42"), ("says: nothing\n", "42"), ("traced: false\n", "42"), ("max_iterations: 1\n", "")])
 def test_what_nexaus_agents_may_return(nexau: Path, more: str, answer: str) -> None:
     (nexau / "agent.yaml").write_text("name: main\n" + more)
     backend = Scripted(say)
@@ -130,6 +134,18 @@ def test_what_nexaus_agents_may_return(nexau: Path, more: str, answer: str) -> N
     assert [t["final_answer"] for t in by_agent(found)[None]] == [answer] * 2 and {t.status for t in found} == {"ok"}
     if more == "traced: false\n":  # the conversation is the trace
         assert {(t.metrics["tools"], t.metrics["models"], t["agent"]["tool_calls"]) for t in found} == {(1, 3, 1)}
+
+
+def test_tools_are_found_in_the_workspace_or_beside_the_file(nexau: Path) -> None:
+    for workspace in (None, nexau / "there"):
+        folder = nexau / "agents" if workspace is None else workspace
+        folder.mkdir()
+        (nexau / "agents" / "agent.yaml").write_text("name: main\nsays: binding\n")
+        (folder / "tool_of_ours.py").write_text(f"def add(a, b): return f'{{a + b}} by {folder.name}'\n")
+        sys.modules.pop("tool_of_ours", None)
+        importlib.invalidate_caches()
+        found = AgentRolloutWorker(Scripted(say), lambda row, answer: 1.0, agent=nexau / "agents" / "agent.yaml", workspace=workspace, group_size=1).run(ROWS[:1])
+        assert by_agent(found)[None][0]["final_answer"] == f"42 by {folder.name}", found[0].get("error")
 
 
 def test_a_failure_of_nexaus_is_recorded_with_its_cause(nexau: Path) -> None:
