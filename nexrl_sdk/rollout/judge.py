@@ -26,8 +26,8 @@ from ..tokens.render import render_prompt
 from ..types import ConfigError, EvaluatorError, SamplingParams, is_number, nearest
 
 # %% auto #0
-__all__ = ['PROMPT', 'FORMS', 'GRACE', 'AGAIN', 'SYSTEM', 'check_prompt', 'fill', 'Unreadable', 'read_verdict', 'Failure',
-           'Reply', 'Door', 'ClientDoor', 'HttpDoor', 'BackendDoor', 'Vote', 'door_of', 'Judge']
+__all__ = ['PROMPT', 'FORMS', 'LONGEST_REPLY', 'GRACE', 'AGAIN', 'SYSTEM', 'check_prompt', 'fill', 'Unreadable', 'read_verdict',
+           'Failure', 'Reply', 'Door', 'ClientDoor', 'HttpDoor', 'BackendDoor', 'Vote', 'door_of', 'Judge']
 
 # %% ../../nbs/43_rollout.judge.ipynb #6c7f77ba
 PROMPT = "How well does the answer do what the task asks for? Judge whether it is right and complete, not how it is worded.\n\nThe task:\n{row}\n\nThe answer:\n{answer}"
@@ -55,9 +55,32 @@ def _column(row: Mapping[str, Any], name: str) -> str:
 
 def _json(value: Any) -> str:
     plain = value.tolist() if hasattr(value, "tolist") else value
-    return json.dumps(plain, ensure_ascii=False, indent=1, default=str)
+    try:
+        return json.dumps(plain, ensure_ascii=False, indent=1, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, a value that holds itself, one that is nested too deeply
+        return json.dumps(_cut_down(plain, ()), ensure_ascii=False, indent=1, default=str)
 
 
+_DEEPEST = 40  # levels of a row that a judge is shown where it cannot be shown whole
+
+
+def _cut_down(value: Any, above: tuple[int, ...]) -> Any:
+    """A value with keys of text, cut where it holds itself or goes on for too long."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if id(value) in above or len(above) >= _DEEPEST:
+        return "…"
+    within_it = (*above, id(value))
+    if isinstance(value, Mapping):
+        return {str(k): _cut_down(v, within_it) for k, v in value.items()}
+    return [_cut_down(v, within_it) for v in value]
+
+
+def _whole(text: str) -> str:
+    """A text with half characters written out, which nothing can be sent with."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+# %% ../../nbs/43_rollout.judge.ipynb #81c3c0df
 def fill(
     prompt: str,  # a template
     row: Mapping[str, Any],
@@ -65,8 +88,8 @@ def fill(
 ) -> tuple[str, str]:  # the text, and the number in its marks
     """A template with row and answer as data between marks that they cannot close."""
     names = dict.fromkeys(_PLACE.findall(prompt))
-    values = {n: answer if n == "answer" else _json(dict(row)) if n == "row" else _column(row, n.removeprefix("row.")) for n in names}
-    whole, number = "\0".join(values.values()).encode("utf-8", "surrogatepass"), ""
+    values = {n: _whole(answer if n == "answer" else _json(dict(row)) if n == "row" else _column(row, n.removeprefix("row."))) for n in names}
+    whole, number = "\0".join(values.values()).encode(), ""
     for turn in range(1000):
         number = hashlib.sha256(f"{turn}:".encode() + whole).hexdigest()[:16]
         if number not in prompt and not any(number in v for v in values.values()):
@@ -82,6 +105,10 @@ FORMS = {
 }
 
 
+LONGEST_REPLY = 1_000_000  # characters
+_KEPT = 10_000  # characters of a longer reply that are kept of its beginning, and of its end
+
+
 class Unreadable(ValueError):
     """A reply of the judge that is no verdict."""
 
@@ -94,6 +121,8 @@ def read_verdict(
     """A judge's verdict; Unreadable says what is wrong with it."""
     if not reply.strip():
         raise Unreadable("the reply was empty")
+    if len(reply) > LONGEST_REPLY:
+        raise Unreadable(f"the reply has {len(reply):,} characters, and {LONGEST_REPLY:,} are read at most")
     rests = _after_thought(reply.strip())
     if not rests:
         raise Unreadable("the reasoning was begun and never ended")
@@ -160,6 +189,18 @@ class Reply:
     finish_reason: str | None = None
 
 
+def _reply(content: Any, finish_reason: Any, who: str) -> Reply:
+    """A message's content; Failure where it is no text."""
+    if content is not None and not isinstance(content, str):
+        raise Failure(f"{who} answered with {type(content).__name__} {repr(content)[:80]} where a text should be", again=True)
+    return Reply(_whole(content or ""), finish_reason)
+
+
+def _kept(text: str) -> str:
+    """A text, its middle left out where it is long."""
+    return text if len(text) <= 2 * _KEPT else f"{text[:_KEPT]}… ({len(text) - 2 * _KEPT:,} more characters) …{text[-_KEPT:]}"
+
+
 class Door(ABC):
     """A way to a model that judges."""
 
@@ -222,7 +263,7 @@ class ClientDoor(Door):
             raise Failure(text, _may_pass(e), _wait_of(getattr(response, "headers", None))) from None
         try:
             choice = found.choices[0]
-            return Reply(choice.message.content or "", choice.finish_reason)
+            return _reply(choice.message.content, choice.finish_reason, "the client")
         except (AttributeError, IndexError, TypeError):
             raise Failure(f"the client returned no chat completion but {type(found).__name__}", again=True) from None
 
@@ -286,7 +327,7 @@ class HttpDoor(Door):
             raise Failure(f"{self.base_url} answered {found.status_code}: {said}", _passes(found.status_code), _wait_of(found.headers))
         try:
             choice = found.json()["choices"][0]
-            return Reply(str(choice["message"]["content"] or ""), choice.get("finish_reason"))
+            return _reply(choice["message"]["content"], choice.get("finish_reason"), self.base_url)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise Failure(f"{self.base_url} answered with no chat completion: {_without(key, found.text)[:200]}", again=True) from None
 
@@ -317,7 +358,7 @@ class BackendDoor(Door):
             raise Failure(f"{type(e).__name__}: {e}"[:1000], again=isinstance(e, (OSError, RuntimeError))) from None
         finally:
             timer.cancel()
-        return Reply(tokenizer.decode(found.tokens, skip_special_tokens=True), found.finish_reason)
+        return _reply(tokenizer.decode(found.tokens, skip_special_tokens=True), found.finish_reason, "the backend")
 
 # %% ../../nbs/43_rollout.judge.ipynb #260a1a03
 SYSTEM = (
@@ -426,7 +467,7 @@ class Judge(Evaluator):
         metrics = {"score": value, "attempts": float(sum(v.attempts for v in votes)), "latency": time.monotonic() - began}
         spread = {"spread": max(scores) - min(scores)} if len(scores) > 1 else {}
         nearest_vote = min(votes, key=lambda v: abs(v.score - value))
-        extra = {"judge": {"model": self.model, "reason": nearest_vote.reason, "votes": [asdict(v) for v in votes]}}
+        extra = {"judge": {"model": self.model, "reason": nearest_vote.reason[:_KEPT], "votes": [asdict(v) for v in votes]}}
         truth = data.get(self.column)
         return EvaluationRunResult((value - low) / (high - low), "" if truth is None else truth, {**metrics, **spread}, extra)
 
@@ -440,7 +481,7 @@ class Judge(Evaluator):
                 if reply.finish_reason in ("length", "content_filter", "abort"):
                     raise Unreadable(f"the reply was cut off ({reply.finish_reason}, max_tokens={self.max_tokens})")
                 value, reason = read_verdict(reply.text, self.form, self.scale)
-                return Vote(value, reason, reply.text, attempt, time.monotonic() - began, refused)
+                return Vote(value, _kept(reason), _kept(reply.text), attempt, time.monotonic() - began, refused)
             except Unreadable as e:
                 refused.append({"reply": reply.text[:4000], "why": str(e)})
                 messages = [*asked[0], *_reminder(reply.text, str(e), self.form, self.scale)]

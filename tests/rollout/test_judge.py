@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -369,3 +371,74 @@ def test_settings_that_cannot_be_meant():
 def test_a_column_that_a_row_lacks_is_an_error():
     found = score(Judge("{answer} {row.promt}", backend=MockBackend()), ROW, "a")
     assert found.status == "error" and "did you mean 'prompt'" in found.error
+
+
+# -- what a row, an answer or a reply may hold ---------------------------------------------------------
+
+
+class Says:
+    """A client that says what it is told to, one reply after the other."""
+
+    def __init__(self, *contents):
+        self.asked, self._contents = [], list(contents)
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
+
+    def _create(self, **request):
+        self.asked.append(request["messages"])
+        json.dumps(request["messages"]).encode()
+        request["messages"][1]["content"].encode()  # as a client would send it
+        content = self._contents[min(len(self.asked), len(self._contents)) - 1]
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=content), finish_reason="stop")])
+
+
+GOOD = '{"reason": "r", "score": 3}'
+
+
+def looped():
+    row: dict = {"prompt": "x"}
+    row["again"], row["both"] = row, [row, row]
+    return row
+
+
+ODD_ROWS = {
+    "loop": looped(),
+    "tuple keys": {"prompt": {(1, 2): "pair", 3: "three"}},
+    "half a character": {"prompt": "\ud800"},
+    "deep": {"prompt": functools.reduce(lambda inner, _: [inner], range(100_000), ["bottom"])},
+}
+
+
+@pytest.mark.parametrize("row", ODD_ROWS.values(), ids=ODD_ROWS)
+def test_any_row_can_be_shown_to_a_judge(row):
+    client = Says(GOOD)
+    found = score(Judge(client=client, model="m"), row, "half \udc00 an answer")
+    assert (found.status, found.reward) == ("ok", 0.3), found.error
+    assert "half \\udc00 an answer" in client.asked[0][1]["content"]
+    assert score(Judge("{row.prompt} {answer}", client=Says(GOOD), model="m"), row, "a").reward == 0.3
+
+
+def test_keys_of_a_row_are_shown_as_text():
+    text, _ = fill("{row} {answer}", ODD_ROWS["tuple keys"], "a")
+    assert "(1, 2)" in text and "pair" in text and '"3": "three"' in text
+    assert "…" in fill("{row} {answer}", ODD_ROWS["loop"], "a")[0]
+
+
+@pytest.mark.parametrize("content", [["x"], 5, {"text": GOOD}, True], ids=str)
+def test_a_reply_that_is_no_text_is_asked_for_again(content, server):
+    client = Says(content, GOOD)
+    assert score(Judge(client=client, model="m"), ROW, "a").reward == 0.3 and len(client.asked) == 2
+    never = score(Judge(client=Says(content), model="m", tries=2), ROW, "a")
+    assert never.status == "error" and "where a text should be" in never.error and "2 tries of 2" in never.error
+    server.answer = lambda body, n: completion(content) if n == 1 else verdict(5)
+    assert score(Judge(base_url=server.url, model="m"), ROW, "a").reward == 0.5
+
+
+def test_long_replies_are_kept_in_part_and_endless_ones_go_back():
+    long = json.dumps({"reason": "begin" + "x" * 500_000 + "end", "score": 3})
+    found = score(Judge(client=Says(long), model="m"), ROW, "a")
+    assert found.reward == 0.3 and len(json.dumps(found.extra_info)) < 60_000
+    (vote,) = found.extra_info["judge"]["votes"]
+    assert vote["reply"].startswith('{"reason": "begin') and vote["reply"].endswith('"score": 3}') and "more characters" in vote["reply"]
+    client = Says("x" * 1_000_001, GOOD)
+    found = score(Judge(client=client, model="m"), ROW, "a")
+    assert found.reward == 0.3 and "1,000,001 characters" in found.extra_info["judge"]["votes"][0]["refused"][0]["why"] and len(client.asked[1][2]["content"]) <= 4000
