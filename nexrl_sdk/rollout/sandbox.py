@@ -187,7 +187,7 @@ def _inside(python: str) -> Any:
     return compile(source, "<sandbox>", "exec", dont_inherit=True) if python == sys.executable else source
 
 # %% ../../nbs/43_rollout.sandbox.ipynb #3cf0bc38
-_DESCRIPTORS = 40  # file descriptors of one call
+_DESCRIPTORS = 32  # file descriptors of one call, and some to spare
 _WAKE = 1.0  # seconds between two looks of one that waits
 
 

@@ -188,6 +188,13 @@ def test_no_more_run_at_once_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
     assert room._PLACES.taken == 0
 
 
+def test_a_forked_process_has_room_of_its_own() -> None:
+    with room._PLACES:
+        if (child := os.fork()) == 0:
+            os._exit(room._PLACES.taken)
+        assert os.waitpid(child, 0)[1] == 0 and room._PLACES.taken == 1
+
+
 def test_room_is_by_processors_and_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))
     most = {}
@@ -197,7 +204,7 @@ def test_room_is_by_processors_and_file_descriptors(monkeypatch: pytest.MonkeyPa
         most[allowed] = room._most()
         monkeypatch.setattr(room, "_quota", lambda: 3.5)
         assert room._most() == min(8, most[allowed])
-    assert most == {64: 1, 256: 3, 1024: 12, 1 << 20: 192, resource.RLIM_INFINITY: 192}
+    assert most == {64: 1, 256: 4, 1024: 16, 1 << 20: 192, resource.RLIM_INFINITY: 192}
 
 
 def test_many_threads_with_few_file_descriptors() -> None:
