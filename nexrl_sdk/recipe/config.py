@@ -730,7 +730,7 @@ class Parts(Identity):
             from nexrl_sdk.rollout.chat import NexAUAgent, has_nexau
 
             if has_nexau():
-                return NexAUAgent(self.resolve_path(w.agent_config_path))
+                return NexAUAgent(self.resolve_path(w.agent_config_path), workspace)
             return AgentConfig.load(self.resolve_path(w.agent_config_path), workspace=workspace)
         if "agent_function" in self.live:
             return _agent_object(self.live["agent_function"], "the one that was given")

@@ -146,6 +146,7 @@ def test_tools_are_found_in_the_workspace_or_beside_the_file(nexau: Path) -> Non
         importlib.invalidate_caches()
         found = AgentRolloutWorker(Scripted(say), lambda row, answer: 1.0, agent=nexau / "agents" / "agent.yaml", workspace=workspace, group_size=1).run(ROWS[:1])
         assert by_agent(found)[None][0]["final_answer"] == f"42 by {folder.name}", found[0].get("error")
+    assert recipe(nexau, agent_config_path="agents/agent.yaml", agent_workspace="there").make_worker(Scripted(say)).agent.workspace == nexau / "there"
 
 
 def test_a_failure_of_nexaus_is_recorded_with_its_cause(nexau: Path) -> None:
