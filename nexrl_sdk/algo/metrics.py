@@ -15,8 +15,8 @@ from .advantages import FLAT, compute_grpo_advantage_for_trajectories, make_grou
 from ..types import ConfigError, Trajectory
 
 # %% auto #0
-__all__ = ['reward_metrics', 'group_metrics', 'token_metrics', 'error_metrics', 'eval_metrics', 'rollout_metrics', 'pass_at_k',
-           'val_metrics', 'reduce_metrics', 'log_rollout_metrics', 'log_grpo_metrics']
+__all__ = ['reward_metrics', 'group_metrics', 'token_metrics', 'error_metrics', 'eval_metrics', 'one_a_run', 'rollout_metrics',
+           'pass_at_k', 'val_metrics', 'reduce_metrics', 'log_rollout_metrics', 'log_grpo_metrics']
 
 # %% ../../nbs/03_algo.metrics.ipynb #6c6aefa7
 def reward_metrics(
@@ -28,14 +28,13 @@ def reward_metrics(
 
 
 def group_metrics(
-    rewards: Sequence[float] | np.ndarray,  # of the scored trajectories
+    rewards: Sequence[float] | np.ndarray,  # of the scored rollouts
     group_ids: Sequence[Any],  # as many
-    run_ids: Sequence[Any] | None = None,  # as many; trajectories of one run count once
 ) -> dict[str, float]:
     """group/count, group/size (mean, runs) and group/frac_zero_std: groups that teach nothing, as all rewards are equal or there is but one."""
     if not len(rewards):
         return {}
-    g = make_groups(rewards, group_ids, run_ids)
+    g = make_groups(rewards, group_ids)
     return {"group/count": float(len(g.sizes)), "group/size": float(g.sizes.mean()), "group/frac_zero_std": float((g.std < FLAT).mean())}
 
 # %% ../../nbs/03_algo.metrics.ipynb #cee22013
@@ -86,21 +85,33 @@ def _group(t: Trajectory) -> Any:
     return t.run_id if t.group_id is None else t.group_id
 
 
+def one_a_run(
+    trajectories: Iterable[Trajectory],
+) -> list[Trajectory]:  # the first scored one of each, or the first
+    """Rollouts, where some have left several sequences: forks, sub-agents, conversations begun anew."""
+    found: dict[Any, Trajectory] = {}
+    for t in trajectories:
+        key = id(t) if t.group_id is None or t.run_id is None else (t.group_id, t.run_id)
+        if key not in found or (t.scored and not found[key].scored):
+            found[key] = t
+    return list(found.values())
+
+
 def rollout_metrics(
     trajectories: Iterable[Trajectory],  # of one step, failed ones included
 ) -> dict[str, float]:  # reward/*, group/*, tokens/*, errors/*, eval/*, rollouts/count
     """Everything to log about one step's rollouts."""
     every = list(trajectories)
-    scored = [t for t in every if t.scored]
+    runs = one_a_run(every)
+    scored = [t for t in runs if t.scored]
     rewards = [float(t.reward) for t in scored]
-    runs = [None if t.group_id is None else t.run_id for t in scored]
     return {
         **reward_metrics(rewards),
-        **group_metrics(rewards, [_group(t) for t in scored], runs),
+        **group_metrics(rewards, [_group(t) for t in scored]),
         **token_metrics(every),
-        **error_metrics(every),
+        **error_metrics(runs),
         **eval_metrics(scored),
-        "rollouts/count": float(len(every)),
+        "rollouts/count": float(len(runs)),
     }
 
 # %% ../../nbs/03_algo.metrics.ipynb #db805d6d
@@ -124,7 +135,7 @@ def val_metrics(
     """Everything to log about an evaluation; pass@k is the mean over the prompts that have at least k scored answers."""
     every = list(trajectories)
     tallies: dict[Any, list[int]] = {}
-    for t in every:
+    for t in one_a_run(every):
         if t.scored:
             tally = tallies.setdefault(_group(t) if _group(t) is not None else id(t), [0, 0])
             tally[0] += 1

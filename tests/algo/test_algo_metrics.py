@@ -69,10 +69,11 @@ def test_rollout_metrics_by_hand() -> None:
         make(0.3, group_id="b", run_id="b/0"),
     ]
     m = rollout_metrics(rows)
-    assert m["reward/mean"] == pytest.approx(0.575) and m["reward/std"] == pytest.approx(np.std([1, 1, 0, 0.3])) and m["reward/max"] == 1
+    assert m["reward/mean"] == pytest.approx(1.3 / 3) and m["reward/std"] == pytest.approx(np.std([1, 0, 0.3])) and m["reward/max"] == 1  # the run of two sequences counts once
+    assert m["rollouts/count"] == 3 and m["errors/frac"] == 0
     assert m["group/count"] == 2 and m["group/size"] == 1.5 and m["group/frac_zero_std"] == 0.5
     assert m["tokens/prompt_mean"] == 7 / 4 and m["tokens/response_mean"] == 11 / 4 and m["tokens/response_max"] == 5 and m["tokens/total"] == 19
-    assert m["tokens/truncated_frac"] == 0.25 and m["eval/ok"] == 0.5 and "eval/text" not in m and "eval/bad" not in m
+    assert m["tokens/truncated_frac"] == 0.25 and m["eval/ok"] == 1 and "eval/text" not in m and "eval/bad" not in m
     assert all(type(v) is float for v in m.values())
 
 
@@ -84,6 +85,10 @@ def test_val_metrics() -> None:
     assert m["val/pass@4"] == pytest.approx(0.5) and "val/pass@8" not in m
     assert val_metrics(rows, success=0.9)["val/pass@1"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert m["val/reward/mean"] == pytest.approx(3.99 / 10)
+    pieces = [make(1.0, group_id="a", run_id="0") for _ in range(3)] + [make(0.0, group_id="a", run_id="1"), make(None, group_id="a", run_id="2", status="failed"), make(None, group_id="a", run_id="2", status="failed")]
+    by_run = val_metrics(pieces, ks=[1, 2, 4])
+    assert by_run["val/pass@1"] == 0.5 and by_run["val/pass@2"] == 1 and "val/pass@4" not in by_run
+    assert by_run["val/errors/failed"] == 1 and by_run["val/rollouts/count"] == 3 and by_run["val/errors/frac"] == pytest.approx(1 / 3)
     # without a group, every trajectory is a prompt of its own
     assert val_metrics([make(1.0), make(0.0)], ks=[1, 2]).keys() & {"val/pass@1", "val/pass@2"} == {"val/pass@1"}
 
