@@ -6,7 +6,7 @@ import logging
 import threading
 
 import pytest
-from agent_world import FORGETFUL, Recorded, Scripted, call, check_exact
+from agent_world import FORGETFUL, PLAIN, Recorded, Scripted, call, check_exact
 
 from nexrl_sdk import LocalBackend
 from nexrl_sdk.rollout.chat import trace_of
@@ -283,3 +283,16 @@ def test_what_the_log_is_told_once_does_not_grow_with_the_requests(monkeypatch: 
         assert session.overridden["seed"] == 1000 + i and session.overridden["temperature"] == 2.0 + i
     assert len(room._TOLD) == 2 and sum("asks for seed=1000;" in r.message for r in caplog.records) == 1
     assert max(len(r.message) for r in caplog.records) < 1000
+
+
+def test_calls_that_stand_in_the_content_are_in_the_trace():
+    """The template takes one call an answer; an answer's two stand in the conversation as they were written."""
+    one_call = PLAIN.replace("{% for m in messages %}", "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}")
+    backend = Scripted([call("f") + call("g", a=1), "done"], template=one_call)
+    session = Session(backend)
+    first = session.complete([USER])
+    results = [{"role": "tool", "tool_call_id": c["id"], "content": f"r{i}"} for i, c in enumerate(first.message["tool_calls"])]
+    session.complete([USER, first.message, *results])
+    (t,) = session_trajectories(session, run_id="r")
+    check_exact(backend.drawn, [t])
+    assert [(s["name"], s["inputs"].get("arguments"), s["outputs"].get("result")) for s in trace_of([t])["children"]] == [("model", None, None), ("f", "{}", "r0"), ("g", '{"a": 1}', "r1"), ("model", None, None)]
