@@ -346,6 +346,7 @@ def _as_files(code: str | Mapping[str, str | bytes]) -> dict[str, bytes]:
 STARTUP_SECONDS = 60.0  # that making a sandbox may take, on a machine with other things to do
 _PATIENCE = 4  # for this many times `seconds`, and once more for each process that it may have, a program may wait for a processor
 _POLL = 0.1  # seconds between two looks at memory and files
+_STALL = 0.5  # seconds by which a look must be late, for the time to be nobody's
 
 
 class _Jobs:
@@ -353,6 +354,7 @@ class _Jobs:
 
     def __init__(self, sandbox: Sandbox):
         self.sandbox, self.jobs, self.open, self.folders = sandbox, list[_Job](), set[int](), list[Any]()
+        self.stalled = 0.0  # seconds in which this process stood still, as where its machine does
 
     def __enter__(self) -> _Jobs:
         return self
@@ -433,11 +435,14 @@ class _Jobs:
                 self.open.add(exits[job])
                 for fd in [*job.streams, job.ready, exits[job]]:
                     selector.register(fd, selectors.EVENT_READ, job)
-            looked = time.monotonic()
+            looked = now = time.monotonic()
             while any(job.ended is None for job in last):
-                for key, _ in selector.select(self._wait()):
+                awaited = now + (wait := self._wait())
+                for key, _ in selector.select(wait):
                     self._heard(selector, key.fd, key.data, exits[key.data])
-                if (now := time.monotonic()) - looked >= _POLL:
+                now = time.monotonic()
+                self.stalled += now - awaited if now - awaited > _STALL else 0.0
+                if now - looked >= _POLL:
                     looked = now
                     self._look()
                 for job in self.jobs:
@@ -452,7 +457,7 @@ class _Jobs:
         """When a job's time is over; for ever, where it has ended."""
         if job.ended is not None:
             return math.inf
-        return job.began + STARTUP_SECONDS if job.started is None else job.started + self.sandbox.seconds + job.waited
+        return job.began + STARTUP_SECONDS if job.started is None else job.started + self.sandbox.seconds + job.waited + self.stalled
 
     def _late(self, job: _Job, now: float) -> None:
         """End a job whose time is over; it goes on where it did not have that time."""

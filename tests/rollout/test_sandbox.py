@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -261,6 +262,25 @@ def test_a_crowd_makes_no_program_late(crowd: None, monkeypatch: pytest.MonkeyPa
         assert (result.status, result.cause) == ("timeout", "time"), result
     monkeypatch.setattr(room, "_PATIENCE", 0.01 - short.processes)
     assert score(CodeEvaluator(sandbox=short), {"tests": "assert f(7) == 7"}, BUSY).status == "error"
+
+
+def test_a_machine_that_stands_still_makes_no_program_late(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, stops = room._Jobs._look, list[int]()
+
+    def stand_still(jobs: room._Jobs) -> None:
+        if not stops and jobs.jobs[0].first is not None:
+            stops.extend(room._tree(jobs.jobs[0].first[0]))
+            for pid in stops:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(2.0)
+            for pid in stops:
+                os.kill(pid, signal.SIGCONT)
+        look(jobs)
+
+    monkeypatch.setattr(room._Jobs, "_look", stand_still)
+    assert Sandbox(seconds=1.5).run("import time\nwhile time.process_time() < 0.5: pass").ok and stops
+    monkeypatch.setattr(room._Jobs, "_look", look)
+    assert Sandbox(seconds=0.5).run("import time; time.sleep(60)").status == "timeout"
 
 
 # --- settings
