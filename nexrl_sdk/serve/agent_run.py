@@ -16,6 +16,7 @@ import signal
 import subprocess
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..rollout.session import SessionClosed
 from ..types import ConfigError, DataError, NexRLError, Trajectory
 
 # %% auto #0
-__all__ = ['AgentError', 'run_function', 'run_command', 'read_answer', 'agent_environment', 'row_json']
+__all__ = ['MARK', 'AgentError', 'run_function', 'end_marked', 'run_command', 'read_answer', 'agent_environment', 'row_json']
 
 # %% ../../nbs/84_serve.agent_run.ipynb #5702a8fa
 class AgentError(NexRLError, RuntimeError):
@@ -52,9 +53,28 @@ def _until(
 
 def _final(answer: Any) -> str | None:
     """A final answer, checked."""
-    if answer is not None and not isinstance(answer, str):
-        raise AgentError(f"the agent's final answer is text or None, not {type(answer).__name__}: {str(answer)[:200]}")
-    return answer
+    if answer is None or isinstance(answer, str):
+        return None if answer is None else str.__str__(answer)  # no subclass of it
+    raise AgentError(f"the agent's final answer is text or None, not {type(answer).__name__}: {str(answer)[:200]}{_hint(answer)}")
+
+
+def _hint(answer: Any) -> str:
+    """Where the text stands that was meant."""
+    if isinstance(answer, Mapping):
+        return "; return its text, answer['content']" if isinstance(answer.get("content"), str) else ""
+    if isinstance(getattr(answer, "content", None), str):
+        return "; return its text, answer.content"
+    if getattr(answer, "choices", None):
+        return "; return its text, answer.choices[0].message.content"
+    return "; return it as text, str(answer)" if isinstance(answer, (int, float)) else ""
+
+
+def _words(error: BaseException) -> str:
+    """An exception in words, even where it cannot say what it is."""
+    try:
+        return f"{type(error).__name__}: {str.__str__(str(error))[:2000]}".removesuffix(": ")
+    except BaseException as e:  # noqa: BLE001 - a user's exception may raise anything
+        return f"{type(error).__name__}: (its message cannot be read: {type(e).__name__})"
 
 # %% ../../nbs/84_serve.agent_run.ipynb #af7ccb01
 class _Call:
@@ -64,17 +84,19 @@ class _Call:
         self._make = lambda: agent(base_url, row)
         self._give_up = getattr(agent, "give_up", None)  # of agents that work elsewhere
         self._base_url = base_url
-        self.done, self.value = threading.Event(), None
+        self.done = threading.Event()
+        self.value: str | None = None
         self.error: BaseException | None = None
+        self.said = ""  # the error in words, found in its own thread, under its limit
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None] | None = None
         threading.Thread(target=self._run, name="nexrl-agent", daemon=True).start()
 
     def _run(self) -> None:
         try:
             value = self._make()
-            self.value = asyncio.run(self._awaited(value)) if inspect.isawaitable(value) else value
+            self.value = _final(asyncio.run(self._awaited(value)) if inspect.isawaitable(value) else value)
         except BaseException as e:  # noqa: BLE001 - whatever an agent raises is its failure
-            self.error = e
+            self.said, self.error = _words(e), e
         finally:
             self.done.set()
 
@@ -114,8 +136,8 @@ def run_function(
             raise SessionClosed("the rollout ended while its agent was running") from call.error
         if isinstance(call.error, AgentError):
             raise call.error
-        raise AgentError(f"the agent failed: {type(call.error).__name__}: {str(call.error)[:2000]}") from call.error
-    return _final(call.value)
+        raise AgentError(f"the agent failed: {call.said}") from call.error
+    return call.value
 
 # %% ../../nbs/84_serve.agent_run.ipynb #2e14db4b
 class _Tail(threading.Thread):
@@ -144,12 +166,48 @@ def _unstarted(command: Sequence[str], error: OSError | ValueError) -> NexRLErro
     return ConfigError(f"the agent's command {command[0]!r} cannot be started: {error}")
 
 
+MARK = "NEXRL_AGENT_RUN"  # names the run, and those that it runs inside of, in the environment of all its processes
+
+
+def end_marked(
+    mark: str,  # of the run
+    rounds: int = 10,  # looks, for processes that start others meanwhile
+) -> None:
+    """End every process that was started with a mark in its environment."""
+    for _ in range(rounds):
+        if not sum(_end_one(int(name), mark.encode()) for name in _listed() if name.isdigit()):
+            return
+
+
+def _listed() -> list[str]:
+    try:
+        return os.listdir("/proc")
+    except OSError:  # not everywhere
+        return []
+
+
+def _end_one(pid: int, mark: bytes) -> bool:
+    """End a process if it has the mark, by a handle that no later process of the same number can have."""
+    try:
+        handle = os.pidfd_open(pid)
+        try:
+            found = any(e.startswith(f"{MARK}=".encode()) and mark in e for e in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+            if found:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            return found
+        finally:
+            os.close(handle)
+    except (OSError, AttributeError):  # it has ended, is somebody else's, or there are no such handles here
+        return False
+
+# %% ../../nbs/84_serve.agent_run.ipynb #104d4905
 class _Child:
     """A process and its group."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None, said: bytes):
+        self._mark = uuid.uuid4().hex
         try:
-            self.process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(env), cwd=cwd, start_new_session=True)
+            self.process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**env, MARK: f"{env.get(MARK, '')} {self._mark}".strip()}, cwd=cwd, start_new_session=True)
         except (OSError, ValueError) as e:
             raise _unstarted(command, e) from e
         assert self.process.stdin is not None and self.process.stdout is not None and self.process.stderr is not None
@@ -173,8 +231,10 @@ class _Child:
             self._signal(signal.SIGTERM)
             self.done.wait(grace)
         self._signal(signal.SIGKILL)
+        code = self.process.wait() if self.process.returncode is None else self.process.returncode
+        end_marked(self._mark)
         _RUNNING.discard(self)
-        return self.process.wait()
+        return code
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
