@@ -61,6 +61,8 @@ def _read_text(path: Path) -> str:
         raise ConfigError(missing(path, (path.suffix,) if any(path.parent.glob(f"*{path.suffix}")) else ())) from e
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"{str(path)!r} is no path: {e.reason}") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 

@@ -679,7 +679,7 @@ LONG = "a" * 300
     [
         "name: !!int ''", "name: !!float ''", "name: !!bool x", "name: !!timestamp x", "name: !!int x", "tool_timeout: " + "1:" * 190 + "1.5", "tools: ['~nobodyy/x.py:f']", f"tools: ['{LONG}.py:f']", f"tools: ['{LONG}:f']",
         'tools: ["a\\0.py:f"]', 'tools: ["a\\0:f"]', 'system_prompt: "a\\0b"\nsystem_prompt_type: file', f"system_prompt: {LONG}\nsystem_prompt_type: file", "system_prompt: ~nobodyy/x\nsystem_prompt_type: file",
-        'sub_agents: [{name: s, config_path: "a\\0b"}]', "sub_agents: [{name: s, config_path: ~nobodyy/x}]", "tools: [{yaml_path: '" + "a" * 5000 + "'}]", "tools: [{yaml_path: a/b/c/d.yaml}]", "system_prompt: a.md/x\nsystem_prompt_type: file",
+        'sub_agents: [{name: s, config_path: "a\\0b"}]', "sub_agents: [{name: s, config_path: ~nobodyy/x}]", "tools: [{yaml_path: '" + "a" * 5000 + "'}]", "tools: [{yaml_path: a/b/c/d.yaml}]", "system_prompt: a.md/x\nsystem_prompt_type: file", 'tools: [{yaml_path: "\\ud800"}]', 'system_prompt: "\\ud800"\nsystem_prompt_type: file',
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_a_configuration_error(text, tmp_path):
