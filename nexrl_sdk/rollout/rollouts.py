@@ -44,6 +44,14 @@ class Unsaved:
     shown: str  # the beginning of its repr
 
 
+@dataclass(frozen=True)
+class _After:
+    """Stands for a list that begins as that of the span before."""
+
+    kept: int  # items of that
+    rest: list[Any]  # and what follows
+
+
 _TO: dict[type, Callable[[Any], Any]] = {
     bytes: lambda v: base64.b64encode(v).decode(),
     dt.datetime: dt.datetime.isoformat,
@@ -51,6 +59,7 @@ _TO: dict[type, Callable[[Any], Any]] = {
     dt.time: dt.time.isoformat,
     Decimal: str,
     Unsaved: lambda v: [v.kind, v.shown],
+    _After: lambda v: [v.kept, _encode(v.rest)],
 }
 _FROM: dict[str, Callable[[Any], Any]] = {
     "float": float,
@@ -60,6 +69,7 @@ _FROM: dict[str, Callable[[Any], Any]] = {
     "time": dt.time.fromisoformat,
     "Decimal": Decimal,
     "Unsaved": lambda v: Unsaved(*v),
+    "_After": lambda v: _After(v[0], _decode(v[1])),
     "dict": lambda v: {_decode(k) if not isinstance(k, list) else tuple(k): x for k, x in v},
 }
 
@@ -132,13 +142,57 @@ def _decode(value: Any) -> Any:
         return _FROM[value[TAG]]([[_decode(x) for x in pair] for pair in inner] if value[TAG] == "dict" else inner)
     return {k: _decode(v) for k, v in value.items()}
 
+# %% ../../nbs/42_rollout.rollouts.ipynb #8204a89b
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values are written the same."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_alike(x, y) for x, y in zip(a, b)) and all(_alike(v, b[k]) for k, v in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return repr(a) == repr(b) if isinstance(a, float) else isinstance(a, (str, int)) and a == b
 
+
+def _after(before: Any, value: Any) -> Any:
+    """A list behind the one before it."""
+    if type(before) is not list or type(value) is not list:
+        return value
+    kept = next((i for i, (a, b) in enumerate(zip(before, value)) if not _alike(a, b)), min(len(before), len(value)))
+    return _After(kept, value[kept:]) if kept else value
+
+# %% ../../nbs/42_rollout.rollouts.ipynb #c4e09176
+def _joined(before: Any, value: Any) -> Any:
+    """What `_after` was given."""
+    return [*before[: value.kept], *value.rest] if isinstance(value, _After) else value
+
+
+def _spans(span: Any, folded: bool) -> Any:
+    """A trace with its lists behind each other, or whole again."""
+    if type(span) is not dict or type(span.get("children")) is not list:
+        return span
+    made, before = [], dict[Any, Any]()  # inputs of the last sibling that had them, whole
+    for child in span["children"]:
+        other = _spans(child, folded)
+        if type(other) is dict and type(other.get("inputs")) is dict:
+            given = other["inputs"]
+            inputs = {k: (_after if folded else _joined)(before.get(k), v) for k, v in given.items()}
+            before.update(given if folded else inputs)
+            other = {**other, "inputs": inputs}
+        made.append(other)
+    return {**span, "children": made}
+
+
+def _with_trace(trajectory: Mapping[str, Any], folded: bool) -> Mapping[str, Any]:
+    return {**trajectory, "trace": _spans(trajectory["trace"], folded)} if "trace" in trajectory else trajectory
+
+# %% ../../nbs/42_rollout.rollouts.ipynb #1f11293c
 def dumps(
     trajectory: Mapping[str, Any],
 ) -> str:  # one line of strict JSON
     """A trajectory as text, exactly; a field that cannot be written becomes an `Unsaved`."""
     try:
-        return _JSON.encode(_encode_mapping(trajectory))
+        return _JSON.encode(_encode_mapping(_with_trace(trajectory, True)))
     except (RecursionError, ValueError):  # a value that holds itself, a whole number of thousands of digits
         return _JSON.encode({str(k): _writable(v) for k, v in trajectory.items()})
 
@@ -157,7 +211,7 @@ def loads(
     line: str,  # what `dumps` gave
 ) -> Trajectory:
     """A trajectory from its text."""
-    return Trajectory(_decode(json.loads(line)))
+    return Trajectory(_with_trace(_decode(json.loads(line)), False))
 
 # %% ../../nbs/42_rollout.rollouts.ipynb #05463b66
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
@@ -224,7 +278,7 @@ def _load_parquet(path: Path) -> list[Trajectory]:
     found = []
     for row in pl.read_parquet(path).to_dicts():
         rest = json.loads(row.pop("rest", None) or "{}")
-        found.append(Trajectory({**{k: v for k, v in row.items() if v is not None}, **_decode(rest)}))
+        found.append(Trajectory({**{k: v for k, v in row.items() if v is not None}, **_with_trace(_decode(rest), False)}))
     return found
 
 

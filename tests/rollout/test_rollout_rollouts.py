@@ -7,6 +7,7 @@ import json
 import math
 import os
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -91,6 +92,44 @@ def test_an_object_that_cannot_be_stored_leaves_a_note():
     back = loads(dumps(Trajectory(data={"image": Picture(), "when": dt.time(1, 2), "d": Decimal("1.10")})))
     assert back.data == {"image": Unsaved("Picture", "<picture>"), "when": dt.time(1, 2), "d": Decimal("1.10")}
     assert loads(dumps(back)) == back
+
+
+def _span(kind: str, inputs: Any, *children: Any) -> dict[str, Any]:
+    return {"id": None, "type": kind, "inputs": inputs, "outputs": {}, "children": list(children)}
+
+
+def _talk(turns: int) -> dict[str, Any]:
+    """The trace of a conversation, with a sub-agent's beside each turn."""
+    messages, spans = [{"role": "user", "content": "Q"}], list[Any]()
+    for i in range(turns):
+        spans += [_span("LLM", {"tools": [{"name": "look"}], "messages": [dict(m) for m in messages]}), _span("TOOL", {"arguments": "{}"})]
+        spans.append(_span("SUB_AGENT", {"message": "m"}, *(_span("LLM", {"messages": [{"role": "user", "content": f"sub {i}"}, *messages[:n]]}) for n in (0, 1))))
+        messages += [{"role": "assistant", "content": f"a{i}"}, {"role": "tool", "content": "x" * 1000}]
+    return _span("AGENT", {}, *spans)
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.parquet"])
+def test_a_trace_takes_the_room_of_its_turns_and_comes_back(tmp_path, name):
+    few, many = (Trajectory(tokens=[1], trace=_talk(n)) for n in (20, 80))
+    assert len(dumps(many)) < 5 * len(dumps(few)) and repr(dict(loads(dumps(many)))) == repr(dict(many))
+    (back,) = Rollouts([many]).save(tmp_path / name) and Rollouts.load(tmp_path / name)
+    assert repr(back["trace"]) == repr(many["trace"]) and dumps(back) == dumps(many)
+
+
+KINDS = st.sampled_from([1, True, 1.0, 0.0, -0.0, math.nan, None, "1", {"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": True}, [1], [1.0], {1: 2}, {TAG: "_After", "value": [1, []]}])
+SPANS = st.recursive(st.just([]), lambda inner: st.lists(st.builds(lambda key, value, children: _span("LLM", {key: value}, *children), st.sampled_from(["messages", "tools"]), st.one_of(KINDS, st.lists(KINDS, max_size=4)), inner), max_size=4), max_leaves=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(children=SPANS)
+def test_any_trace_comes_back_as_it_was(children):
+    t = Trajectory(tokens=[1], trace=_span("AGENT", {}, *children))
+    assert repr(dict(loads(dumps(t)))) == repr(dict(t)) and dumps(loads(dumps(t))) == dumps(t)
+
+
+@pytest.mark.parametrize("trace", [{}, None, [], "x", {"children": 3}, {"children": [1, {"inputs": [2]}]}])
+def test_what_is_no_trace_is_kept(trace):
+    assert loads(dumps(Trajectory(trace=trace)))["trace"] == trace
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
