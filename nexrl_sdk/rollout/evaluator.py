@@ -66,10 +66,22 @@ def made_with(
     return _MADE_WITH.get(id(evaluator)) if isinstance(evaluator, Evaluator) else None
 
 
+def _check_keywords(cls: type, given: Mapping[str, Any]) -> None:
+    """ConfigError where an evaluator of this package is given a setting that it does not have."""
+    made = cls.__init__  # type: ignore[misc]
+    if not getattr(made, "__module__", "").startswith("nexrl_sdk."):
+        return
+    known = [n for n, p in inspect.signature(made).parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} takes no {name!r}{nearest(name, known)}")
+
+
 class Evaluator(ABC):
     """Judges answers. Several threads call it at once: keep no state in it that one answer leaves for another."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        _check_keywords(cls, kwargs)
         self = super().__new__(cls)
         _MADE_WITH[id(self)] = (args, kwargs)
         weakref.finalize(self, _MADE_WITH.pop, id(self), None).atexit = False
@@ -232,7 +244,7 @@ class WeightedRewards(Evaluator):
     def __init__(
         self,
         rewards: Sequence[Any],  # functions or evaluators
-        weights: Sequence[float] | None = None,  # as many; None: their own from @reward, or 1
+        weights: Sequence[float] | None = None,  # as many, taken as they are: 1 and 0.2 add up to 1.2; None: their own from @reward, or 1
     ):
         if not rewards:
             raise ConfigError("at least one reward is needed")

@@ -41,7 +41,7 @@ class ReadyMade(Evaluator):
         extract: How = "text",  # where the answer stands in what the model wrote
         truth_extract: How = "text",  # where it stands in the column
         name: str | None = None,  # of its metric among several rewards; None: the class's
-        weight: float = 1.0,  # in a sum of rewards
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         self.column, self.extract, self.truth_extract = column, check_how(extract), check_how(truth_extract)
         self.reward_name, self.reward_weight = name or type(self).__name__, float(weight)
@@ -123,16 +123,16 @@ class ExactMatch(ReadyMade):
 
     def __init__(
         self,
-        column: str = "answer",
-        extract: How = "text",
-        truth_extract: How = "text",
+        column: str = "answer",  # of the row, with the truth: text, a number, or a list of those that are right
+        extract: How = "text",  # where the answer stands in what the model wrote
+        truth_extract: How = "text",  # where it stands in the column
         *,
-        ignore_case: bool = False,
-        ignore_punctuation: bool = False,
+        ignore_case: bool = False,  # True: A is a
+        ignore_punctuation: bool = False,  # True: left out
         ignore_articles: bool = False,  # a, an, the
         ignore_whitespace: bool = True,  # around the words, and how much between them
-        name: str | None = None,
-        weight: float = 1.0,
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         super().__init__(column, extract, truth_extract, name, weight)
         self.normal = {"case": ignore_case, "punctuation": ignore_punctuation, "articles": ignore_articles, "whitespace": ignore_whitespace}
@@ -188,17 +188,17 @@ class FuzzyMatch(ReadyMade):
 
     def __init__(
         self,
-        column: str = "answer",
-        extract: How = "text",
-        truth_extract: How = "text",
+        column: str = "answer",  # of the row, with the truth: text, a number, or a list of those that are right
+        extract: How = "text",  # where the answer stands in what the model wrote
+        truth_extract: How = "text",  # where it stands in the column
         *,
         by: str = "f1",  # "f1": words; "ratio": characters
         threshold: float | None = None,  # reward 1 from here on, else 0; None: the likeness itself
-        ignore_case: bool = True,
-        ignore_punctuation: bool = True,
-        ignore_articles: bool = True,
-        name: str | None = None,
-        weight: float = 1.0,
+        ignore_case: bool = True,  # True: A is a
+        ignore_punctuation: bool = True,  # True: left out
+        ignore_articles: bool = True,  # a, an, the
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         super().__init__(column, extract, truth_extract, name, weight)
         if by not in ("f1", "ratio"):
@@ -222,15 +222,15 @@ class Numeric(ReadyMade):
 
     def __init__(
         self,
-        column: str = "answer",
-        extract: How = ("boxed", "hashes", "tag", "answer", "number"),
-        truth_extract: How = "text",
+        column: str = "answer",  # of the row, with the truth: text, a number, or a list of those that are right
+        extract: How = ("boxed", "hashes", "tag", "answer", "number"),  # where the answer stands in what the model wrote; the first of these ways that finds one
+        truth_extract: How = "text",  # where it stands in the column
         *,
         relative: float = 1e-6,  # of the truth
-        absolute: float = 0.0,
+        absolute: float = 0.0,  # in units of the truth; the larger of both counts
         percent: str = "strip",  # "strip": 50% is 50; "divide": 50% is 0.5
-        name: str | None = None,
-        weight: float = 1.0,
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         super().__init__(column, extract, truth_extract, name, weight)
         if percent not in ("strip", "divide"):
@@ -274,17 +274,17 @@ class Maths(ReadyMade):
 
     def __init__(
         self,
-        column: str = "answer",
+        column: str = "answer",  # of the row, with the truth: text, a number, or a list of those that are right
         extract: How | None = None,  # None: where math-verify looks, a box first and then the last formula or number
-        truth_extract: How = "text",
+        truth_extract: How = "text",  # where it stands in the column
         *,
         limit: float = 10.0,  # seconds for one comparison, less than eval_timeout; an answer that takes longer is 0 and `unchecked`
         strict: bool = True,  # False: variables may have other names, and sets may be tuples
         rounding: int = 6,  # decimals of floats that are compared
         precision: int = 15,  # digits with which values are computed
         processes: Processes | None = None,  # None: those that all evaluators share
-        name: str | None = None,
-        weight: float = 1.0,
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         super().__init__(column, "text" if extract is None else extract, truth_extract, name, weight)
         needs("math_verify", "math-verify", "Maths")
@@ -413,12 +413,12 @@ class RegexFormat(Evaluator):
 
     def __init__(
         self,
-        pattern: str | re.Pattern[str],
+        pattern: str | re.Pattern[str],  # a regular expression
         *,
         how: str = "fullmatch",  # or "search", or "match" from the beginning
         limit: float | None = None,  # seconds, in a process of its own: a pattern that backtracks without end holds up all threads; None: matched right here
-        name: str | None = None,
-        weight: float = 1.0,
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         if how not in ("fullmatch", "search", "match"):
             raise ConfigError(f"how={how!r} is not known{nearest(how, ('fullmatch', 'search', 'match'))}")
@@ -451,8 +451,8 @@ class Length(Evaluator):
         *,
         penalty: float = 1.0,  # the reward is minus this at most
         unit: str = "characters",  # or "words"
-        name: str | None = None,
-        weight: float = 1.0,
+        name: str | None = None,  # of its metric among several rewards; None: the class's
+        weight: float = 1.0,  # in a sum of rewards, by which it is not divided
     ):
         if unit not in ("characters", "words"):
             raise ConfigError(f"unit={unit!r} is not known{nearest(unit, ('characters', 'words'))}")

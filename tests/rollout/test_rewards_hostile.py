@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import functools
+import inspect
 import json
 import math
 import os
@@ -18,10 +19,11 @@ import numpy as np
 import pytest
 
 from nexrl_sdk.rollout.cached import Cached, content_key
-from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, score, waiting, within
+from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, WeightedRewards, score, waiting, within
 from nexrl_sdk.rollout.extract import extract_answer
 from nexrl_sdk.rollout.processes import Unchecked
-from nexrl_sdk.rollout.rewards import JSONFormat, Maths, Processes, evaluate_batch
+from nexrl_sdk.rollout.judge import Judge
+from nexrl_sdk.rollout.rewards import ExactMatch, FuzzyMatch, JSONFormat, Length, Maths, Numeric, Processes, RegexFormat, evaluate_batch
 from nexrl_sdk.types import ConfigError, EvaluatorError
 
 ENDLESS = 60  # seconds for a child process: far more than linear work takes, far less than quadratic work on these lengths
@@ -272,3 +274,21 @@ def test_what_cannot_be_written_or_copied_is_judged_without_a_cache(value):
         assert cached.evaluate({}, BaseEvaluationTarget("x", value)).reward == 1
         assert cached.evaluate({"column": value}, BaseEvaluationTarget("x")).reward == 1
     assert len(calls) == 4 and cached.hits == 0
+
+
+# -- settings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "meant"),
+    [(Maths, "limt", "limit"), (JSONFormat, "fences", "fence"), (Judge, "vote", "votes"), (Cached, "max_entry", "max_entries"), (ExactMatch, "ignorecase", "ignore_case"), (WeightedRewards, "weight", "weights")],
+)
+def test_a_setting_that_is_not_there_is_refused_with_the_nearest(make, given, meant):
+    with pytest.raises(ConfigError, match=f"{make.__name__} takes no '{given}'.*did you mean '{meant}'"):
+        make(**{given: 1})
+
+
+@pytest.mark.parametrize("make", [Maths, JSONFormat, Judge, Cached, ExactMatch, FuzzyMatch, Numeric, RegexFormat, Length, Processes])
+def test_each_setting_is_explained(make):
+    lines = inspect.getsource(make.__init__).partition("):\n")[0].splitlines()
+    assert [line.strip() for line in lines if ":" in line and "#" not in line and "def " not in line] == []
