@@ -278,16 +278,18 @@ def report(
 @app.command(short_help="Write a recipe to begin with.")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.", show_default=False)],
+    agent: Annotated[bool, typer.Option("--agent", help="A recipe for an agent with tools, on a model of the Hub.")] = False,
 ) -> None:
     """Write a recipe to begin with: recipe.yaml and task.py, with a comment at everything to change.
 
     \b
-    Example:
+    Examples:
         nexrl init my_task && nexrl validate my_task && nexrl run my_task
+        nexrl init my_agent --agent
     """
     from nexrl_sdk.launch.template import write_template
 
-    written = write_template(folder)
+    written = write_template(folder, agent)
     _say("\n".join(f"wrote {_relative(p)}" for p in written))
     _say(f"\nnext\n  check it    nexrl validate {_relative(folder)}\n  train it    nexrl run {_relative(folder)}")
 

@@ -12,9 +12,112 @@ from pathlib import Path
 from ..types import ConfigError
 
 # %% auto #0
-__all__ = ['RECIPE', 'TASK', 'write_template']
+__all__ = ['AGENT_RECIPE', 'AGENT', 'AGENT_TOOLS', 'AGENT_TASK', 'RECIPE', 'TASK', 'write_template']
 
 # %% ../../nbs/91_launch.template.ipynb #d6a674dc
+AGENT_RECIPE = """\
+# Check it:  nexrl validate {name}
+# Run it:    nexrl run {name}
+# Try it by hand first:  nexrl serve openai {name}
+
+experiment_name: {name}
+seed: 0
+
+model:
+  path: Qwen/Qwen2.5-0.5B-Instruct        # a Hub id, or a folder with a transformers model whose chat template shows tools
+  lora: {{rank: 16}}                        # leave it out to train all weights
+
+data:
+  source: task.py:train_rows              # or data_files: train.jsonl (.parquet, .json, .csv), or hub: openai/gsm8k
+  prompt_key: prompt                      # the column that the agent is asked
+  batch_size: 8                           # prompts a step
+
+validate:                                 # answered before and after training
+  data:
+    source: task.py:held_out_rows
+
+rollout_worker:
+  type: agent
+  agent_config_path: agent.yaml           # prompt and tools. For an agent that is written with anything else, put in its place:
+  # agent_function: my_agent.py:solve     # solve(base_url, row) -> answer, with any OpenAI client
+  # agent_command: ["{{python}}", "my_agent.py"]   # a process: the row on its standard input, OPENAI_BASE_URL in its environment
+  evaluator_module_path: task.py:Evaluate # your reward
+  max_tokens: 256                         # length of one answer of the model at most
+  rollout_timeout: 120                    # seconds
+
+trajectory_pool:
+  group_size: 8                           # rollouts a prompt, which are compared with each other
+
+algorithm:
+  type: grpo
+
+trainer:
+  total_train_steps: 60
+  save_freq: 20
+  optim:
+    lr: 1.0e-4                            # for adapters; for all weights 1e-6 to 1e-5
+"""
+
+AGENT = """\
+# Its tools' schemas come from the functions' annotations and docstrings.
+name: shop
+system_prompt: You keep a shop. Look prices up with your tools, and answer with a number alone.
+tools:
+  - binding: tools:price
+max_iterations: 6                         # answers of the model in one rollout
+"""
+
+AGENT_TOOLS = '''\
+"""What the agent can do. Whatever a tool raises is told to the model."""
+
+PRICES = {"apple": 3, "bread": 5, "cheese": 8, "tea": 12}
+
+
+def price(item: str) -> int:
+    """What one piece of a thing costs.
+
+    Args:
+        item: name of the thing, in the singular
+    """
+    return PRICES[item]
+'''
+
+AGENT_TASK = '''\
+"""Shopping lists: rows and reward. Replace them with your own."""
+
+import random
+
+from nexrl_sdk import Evaluator
+from nexrl_sdk.rollout.evaluator import EvaluationRunResult
+from tools import PRICES
+
+
+def make_rows(seed, count):
+    """Rows are dictionaries; the column that `data.prompt_key` names is asked, the rest is for the reward."""
+    draw = random.Random(seed)
+    asked = [(draw.randint(2, 9), draw.choice(list(PRICES))) for _ in range(count)]
+    return [{"prompt": f"What do {n} of '{item}' cost?", "answer": str(n * PRICES[item])} for n, item in asked]
+
+
+def train_rows():
+    return make_rows(seed=1, count=256)
+
+
+def held_out_rows():
+    return make_rows(seed=2, count=32)
+
+
+class Evaluate(Evaluator):
+    """What is good: the right number, and that a price was looked up."""
+
+    def evaluate(self, data, evaluation_target):
+        right = evaluation_target.final_answer.strip() == data["answer"]
+        steps = evaluation_target.observation[0]["trace"].get("children", [])
+        looked = any(step["type"] == "TOOL" and not step["error"] for step in steps)
+        return EvaluationRunResult(float(right and looked), data["answer"], metrics={"right": float(right), "looked": float(looked)})
+'''
+
+# %% ../../nbs/91_launch.template.ipynb #ff51de2f
 RECIPE = """\
 # Check it:  nexrl validate {name}
 # Run it:    nexrl run {name}
@@ -115,10 +218,13 @@ def _quoted(name: str) -> str:
 
 def write_template(
     folder: Path,  # made where it is missing; a recipe that is there stays
+    agent: bool = False,  # one for an agent with tools
 ) -> list[Path]:  # what was written
     """Write a recipe to begin with."""
     folder = folder.expanduser()
-    files = {folder / "recipe.yaml": RECIPE.format(name=_quoted(folder.resolve().name)), folder / "task.py": TASK}
+    texts = {"recipe.yaml": AGENT_RECIPE, "agent.yaml": AGENT, "tools.py": AGENT_TOOLS, "task.py": AGENT_TASK} if agent else {"recipe.yaml": RECIPE, "task.py": TASK}
+    texts["recipe.yaml"] = texts["recipe.yaml"].format(name=_quoted(folder.resolve().name))
+    files = {folder / name: text for name, text in texts.items()}
     there = [p for p in files if p.exists()]
     if there:
         raise ConfigError(f"{there[0]} exists already, and nothing was written; choose another folder")
