@@ -527,6 +527,11 @@ class AgentRolloutWorker(JudgedByRun):
             return _answer_text(self.agent.run(query, client=self.client, tracer=self.tracer, context=_names(task)), self.client)
         return _answer_text(_awaited(_call_agent(self.agent, query, self.client, task), self.client.cancel), self.client)
 
+    def close(self) -> None:
+        """End what its agent has started, a proxy or processes; a later rollout starts it again."""
+        if callable(close := getattr(self.agent, "close", None)):
+            close()
+
     # many rollouts ---------------------------------------------------------------------------------------------------
 
     def run(

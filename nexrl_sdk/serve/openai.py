@@ -24,6 +24,7 @@ from typing import Any, Self
 from ..backend.http import check_key
 from ..rollout.request import Chat, RequestError, read_messages, read_options, read_tools
 from ..rollout.session import Reply, Session, SessionClosed, cut, session_trajectories
+from .agent_lines import LineAgents
 from .agent_run import AgentError, run_command, run_function
 from .checkpoints import ApiError
 from .door import JSON_BODY, Door, read_json
@@ -673,7 +674,7 @@ class ProxyAgent:
         env: Mapping[str, str] | None = None,  # a command's: more environment
         cwd: str | None = None,  # a command's: folder to run it in
     ):
-        if isinstance(agent, str) or not (callable(agent) or (len(agent) and all(isinstance(a, str) for a in agent))):
+        if not callable(agent) and (isinstance(agent, (str, bytes)) or not isinstance(agent, Sequence) or not agent or not all(isinstance(a, str) for a in agent)):
             raise ConfigError(f'an agent is a function (base_url, row) or a command such as ["python", "agent.py"], not {str(agent)[:100]!r}')
         self.agent, self.timeout, self.env, self.cwd = agent, timeout, env, cwd
         self._proxy, self._own = proxy, proxy is None
@@ -711,7 +712,9 @@ class ProxyAgent:
         return run_command(self.agent, place.url, row, api_key=place.api_key, timeout=self.timeout, cancel=cancel, env=self.env, cwd=self.cwd)
 
     def close(self) -> None:
-        """End the proxy, where it is its own; calling it again does nothing."""
+        """End the proxy, where it is its own, and an agent's processes that stay; a later task starts them again."""
+        if isinstance(self.agent, LineAgents):
+            self.agent.close()
         with self._lock:
             if self._own and self._proxy is not None:
                 self._proxy.stop()

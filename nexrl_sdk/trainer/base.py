@@ -207,11 +207,12 @@ class TrainerCore(metaclass=TrainerMeta):
         self._owns_backend, self._dirty, self._pending, self._validated = False, False, None, set()
         self._in_step, self._scratch, self._by_hand, self._timing = False, None, set(), {}
         self._backend, self._worker, self._stream, self._val_items = self._wiring.backend, None, None, None
-        self._flow, self._flowing = None, False
+        self._flow, self._flowing, self._made_worker = None, False, None
 
     recipe: Any  # the Recipe; None for a bare configuration
     _backend: Backend | None
     _worker: Any
+    _made_worker: Any  # of the recipe, whatever is used now
     _stream: DataStream | None
     _val_items: list[Any] | None
     _pending: Any  # rollouts that the next update is of
@@ -238,7 +239,7 @@ class TrainerCore(metaclass=TrainerMeta):
     def worker(self) -> Any:
         """The rollout worker that the recipe describes."""
         if self._worker is None:
-            self._worker = self._recipe("rollouts").make_worker(self.backend)
+            self._worker = self._made_worker = self._recipe("rollouts").make_worker(self.backend)
         return self._worker
 
     @worker.setter
@@ -302,13 +303,14 @@ class TrainerCore(metaclass=TrainerMeta):
             callback(event, payload)
 
     def close(self) -> None:
-        """Stop a background run, and close the backend where this trainer made it."""
+        """Stop a background run, and close the worker and the backend where this trainer made them."""
         if self._thread is not None and self._thread.is_alive():
             self._stop_event.set()
             self._resume_event.set()
             self._thread.join(60)
         if self._flow is not None:
             self._flow.stop()
+        self._close_worker()
         if self._owns_backend and self._backend is not None:
             self._backend.close()
         if self._scratch is not None:
@@ -316,6 +318,12 @@ class TrainerCore(metaclass=TrainerMeta):
             self._scratch = None
         if self.run_folder is not None:
             self.run_folder.close()
+
+    def _close_worker(self) -> None:
+        """End what the worker's agent has started, where the recipe made both; an agent that was given is its owner's."""
+        made, given = self._made_worker, getattr(self.recipe, "live", {}).get("agent_function")
+        if made is not None and (given is None or getattr(made, "agent", None) is not given) and callable(close := getattr(made, "close", None)):
+            close()
 
     def __enter__(self) -> Any:
         return self
@@ -451,7 +459,8 @@ class Stages(TrainerCore):
         budget = float(_get(self._config, "error_budget", 0.5))
         if bad and len(bad) > budget * len(runs):
             trace = "" if bad[0].get("traceback") is None else f"\n\n{bad[0]['traceback']}"
-            raise EvaluatorError(f"{len(bad)} of {len(runs)} rollouts failed, more than trainer.error_budget={budget} allows; nothing was trained on. The first cause:\n{bad[0].error}{trace}")
+            kind = EvaluatorError if any(t.status == "error" for t in bad) else BackendError  # a rollout that failed was never judged
+            raise kind(f"{len(bad)} of {len(runs)} rollouts failed, more than trainer.error_budget={budget} allows; nothing was trained on. The first cause:\n{bad[0].error}{trace}")
 
     def _usable(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory can be learned from."""

@@ -429,7 +429,7 @@ def test_a_batch_that_failed_ends_the_run_by_the_error_budget_and_trains_nothing
         with trainer:
             before = weights(trainer)
             if budget < 1.0:
-                with pytest.raises(EvaluatorError, match=r"6 of 6 rollouts failed, more than trainer.error_budget=0.5 allows[\s\S]*ValueError: boom"):
+                with pytest.raises(BackendError, match=r"6 of 6 rollouts failed, more than trainer.error_budget=0.5 allows[\s\S]*ValueError: boom"):
                     trainer.step()
             else:
                 assert trainer.step().metrics["errors/failed"] == 6.0

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proxy_data import Scripted
 
-from nexrl_sdk.rollout.session import SessionClosed
+from nexrl_sdk import Recipe, Trainer
+from nexrl_sdk.backend.mock import MockBackend
+from nexrl_sdk.rollout.agent import AgentRolloutWorker
+from nexrl_sdk.rollout.session import Session, SessionClosed
 from nexrl_sdk.serve.agent_lines import LineAgents
 from nexrl_sdk.serve.agent_run import AgentError, read_answer, run_command, run_function
+from nexrl_sdk.serve.openai import proxied
 from nexrl_sdk.types import ConfigError, DataError
 
 pytestmark = pytest.mark.timeout(120)
@@ -349,3 +354,56 @@ def test_a_command_that_cannot_be_started_is_the_recipes_fault(command: list[str
 def test_a_last_line_holds_whatever_json_may_hold() -> None:
     assert read_answer('log\n{"final_answer": "a\u2028b\x85c"}\n') == "a\u2028b\x85c"
     assert read_answer("log\r\nanswer\r\n\r\n") == "answer" and read_answer("\n \n") is None
+
+
+# -- what is closed with what ------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_closes_the_processes_that_it_holds_and_starts_them_again(agents: Any) -> None:
+    held, backend = agents(), Scripted(["Good."])
+    agent = proxied(held)
+    worker = AgentRolloutWorker(backend, agent=agent)
+    for _ in range(2):
+        session = Session(backend)
+        assert agent("?", session=session, data={"q": "fine"}, cancel=session.cancel) == "fine"
+        (pid,) = pids(held)
+        worker.close()
+        worker.close()
+        until(lambda pid=pid: not alive(pid))
+        assert agent._proxy is None
+
+
+def test_a_trainer_closes_the_agent_that_its_recipe_made_and_no_other() -> None:
+    closed = []
+
+    class Own:
+        def __call__(self, query: str, session: Any) -> str:
+            return "x"
+
+        def close(self) -> None:
+            closed.append(self)
+
+    def solve(base_url: str, row: dict[str, Any]) -> str:
+        return "fine"
+
+    def listening() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "nexrl-openai" and t not in before]
+
+    before = threading.enumerate()
+    rows = [{"prompt": "?"}]
+    with Trainer(Recipe(model="mock", data=rows, evaluator=lambda row, said: 1.0, agent=solve), MockBackend()) as trainer:
+        session = Session(trainer.backend)
+        assert trainer.worker.agent("?", session=session, data={}, cancel=session.cancel) == "fine" and listening()
+    until(lambda: not listening())
+    trainer.close()
+    with Trainer(Recipe(model="mock", data=rows, evaluator=lambda row, said: 1.0, agent=Own()), MockBackend()) as trainer:
+        assert trainer.worker is not None
+    with Trainer(Recipe(model="mock", data=rows, evaluator=lambda row, said: 1.0, agent=solve), MockBackend()) as trainer:
+        trainer.worker = AgentRolloutWorker(trainer.backend, agent=Own())
+    assert not closed, "what was given is its owner's"
+
+
+@pytest.mark.parametrize("agent", [7, None, b"agent.py", "agent.py", [], ["python", 3]])
+def test_what_is_no_agent_is_refused_by_name(agent: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a function \(base_url, row\) or a command"):
+        proxied(agent)

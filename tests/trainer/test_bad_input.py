@@ -63,7 +63,7 @@ def test_a_backend_that_fails_loses_no_prompt():
             raise ConnectionError("engine is gone")
 
     trainer = make(backend=MockBackend(fail=fail))
-    with pytest.raises(EvaluatorError, match="engine is gone"):
+    with pytest.raises(BackendError, match="engine is gone"):
         trainer.step()
     assert trainer.step_count == 0
     whole = make()

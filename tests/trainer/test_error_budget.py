@@ -11,7 +11,7 @@ import pytest
 from nexrl_sdk import LocalBackend, Recipe, Trainer
 from nexrl_sdk.launch.runner import run_recipe
 from nexrl_sdk.rollout.agent import AgentRolloutWorker
-from nexrl_sdk.types import EvaluatorError, SamplingParams
+from nexrl_sdk.types import BackendError, EvaluatorError, SamplingParams
 
 pytestmark = pytest.mark.timeout(180)
 GROUP, PROMPTS = 4, 4
@@ -118,7 +118,7 @@ def test_a_run_of_many_sequences_counts_once_in_the_budget(tiny):
         with Trainer(recipe_of(tiny("qwen2", max_position_embeddings=256), lambda row, answer: 1.0, error_budget=budget)) as trainer:
             trainer.worker = AgentRolloutWorker(trainer.backend, lambda row, answer: 1.0, agent=agent, group_size=2, retries=0, sampling=SamplingParams(max_tokens=4))
             if stops:
-                with pytest.raises(EvaluatorError, match=r"4 of 8 rollouts failed[\s\S]*row 1 fails[\s\S]*line \d+, in agent"):
+                with pytest.raises(BackendError, match=r"4 of 8 rollouts failed[\s\S]*row 1 fails[\s\S]*line \d+, in agent"):
                     trainer.step()
             else:
                 assert math.isfinite(trainer.step().metrics["reward/mean"])
