@@ -376,7 +376,7 @@ def _scored(evaluator: Evaluator, row: Mapping[str, Any], judged: BaseEvaluation
     """Ask, check the answer, and put in words what went wrong: all of it in the evaluator's thread."""
     try:
         return _score_of(as_result(evaluator.evaluate(own_row(row), _own_target(judged))))
-    except BaseException as e:  # noqa: BLE001 - whatever a user's evaluator raises is the score's cause
+    except BaseException as e:  # whatever a user's evaluator raises is the score's cause
         if of_main_thread(e):
             raise
         return _failure(e)
@@ -398,7 +398,7 @@ def _said(error: BaseException) -> str:
     """An exception's message, its beginning where it is long."""
     try:
         text = exact_text(error)
-    except BaseException as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
+    except BaseException as e:  # a user's exception may not be able to say what it is
         if of_main_thread(e):
             raise
         return f"(its message cannot be read: {type(e).__name__})"
