@@ -399,7 +399,7 @@ def serve_weaver(model: Models = None, host: Host = "127.0.0.1", port: Port = 80
 
 @serve.command("openai", short_help="OpenAI's API: try an agent by hand, and keep every token.")
 def serve_openai(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe, whose model and sampling are taken; or --model.", show_default=False)] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe, whose model and sampling are taken; or --model.", show_default=False)] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option("--model", help="A folder or a Hub id, in the place of a recipe.", show_default=False)] = None,
     host: Host = "127.0.0.1",
