@@ -607,11 +607,16 @@ class Steps(Stages):
         if not progress:
             yield lambda result: None
             return
-        from nexrl_sdk.view.live import Live
+        from nexrl_sdk.view.live import LineDisplay, Live
 
         title = self.recipe.config.experiment_name if self.recipe is not None else type(self).__name__
         with Live(last, title=title, start=self._train_step) as live:
-            yield lambda result: live.update(result.step, result.metrics)
+            try:
+                yield lambda result: live.update(result.step, result.metrics)
+            except Exception as e:
+                if isinstance(live.display, LineDisplay):  # what happened is the caller's to say, below
+                    live.close("failed", type(e).__name__)
+                raise
 
 # %% ../../nbs/70_trainer.base.ipynb #dd0e3bea
 class Validation(Steps):

@@ -57,6 +57,16 @@ def test_odd_rewards_are_never_zero_and_never_spread(value):
     assert counted == 3
 
 
+def test_what_ended_a_run_is_said_by_its_error_alone(capsys):
+    def fail(call):
+        raise ConnectionError("engine is gone")
+
+    with pytest.raises(BackendError, match=r"12 of 12 rollouts failed.*(?s:.*)engine is gone"):
+        make(backend=MockBackend(fail=fail)).fit(progress=True)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("failed: BackendError")
+
+
 def test_a_backend_that_fails_loses_no_prompt():
     def fail(call):
         if call <= 10:
