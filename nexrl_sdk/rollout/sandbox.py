@@ -536,7 +536,7 @@ class _Jobs:
         job.cause = cause
         self._end_within(job)
         if job.first is None:
-            job.process.kill()
+            os.kill(job.process.pid, signal.SIGKILL)  # Popen.kill would take the exit code of one that has ended
         self._reap(job)
 
     def _end_within(self, job: _Job) -> None:

@@ -345,6 +345,17 @@ class TestUnsafe:
         while _lives(child):  # it was killed, and ends when the machine comes to it
             time.sleep(0.01)
 
+    def test_one_that_ends_while_it_is_ended(self, unsafe: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        within = room._Jobs._end_within
+
+        def ended(jobs: room._Jobs, job: room._Job) -> None:
+            within(jobs, job)
+            os.waitid(os.P_PID, job.process.pid, os.WEXITED | os.WNOWAIT)
+
+        monkeypatch.setattr(room._Jobs, "_end_within", ended)
+        monkeypatch.setattr(unsafe, "seconds", 0.3)
+        assert unsafe.run("import time; time.sleep(60)").status == "timeout"
+
 
 def test_as_somebody_who_is_not_root(tmp_path: Path) -> None:
     """Root's user ids cannot be had then, and a user namespace does their work."""
