@@ -152,15 +152,23 @@ def _encode_behind(
 
 
 def _piecewise(tokenizer: Any, text: str, mark: str) -> list[int]:
-    pattern, ids, at = _special_pattern(tokenizer), [], 0
+    pattern, ids, at, greedy = _special_pattern(tokenizer), [], 0, _greedy(tokenizer)
     for match in [*(pattern.finditer(text) if pattern else ()), None]:
         piece = text[at : match.start() if match else len(text)]
+        piece = piece.lstrip() if at and ids[-1] in greedy["rstrip"] else piece
+        piece = piece.rstrip() if match and _special(tokenizer)[match[0]] in greedy["lstrip"] else piece
         piece = piece.replace(mark, "") if mark else piece
         ids += _literal_encode(tokenizer, piece, at > 0) if piece else []
         if match:
             ids.append(_special(tokenizer)[match[0]])
             at = match.end()
     return ids
+
+
+def _greedy(tokenizer: Any) -> dict[str, set[int]]:
+    """Special tokens that take the space behind them (rstrip) or before them (lstrip)."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {side: {int(i) for i, t in added.items() if t.special and getattr(t, side, False)} for side in ("lstrip", "rstrip")}
 
 
 def _ids(encoded: Any) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from typing import Any
 
@@ -104,6 +106,33 @@ def test_private_characters_in_what_a_model_calls_with(family: str, written: str
     assert value in turn.parsed.message["tool_calls"][0]["function"]["arguments"]
     assert max(prompt.tokens) < len(make(family))
     assert (prompt.parent is turn) == (plain.parent is before)
+
+
+@pytest.mark.parametrize("sides", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_special_tokens_that_take_the_space_beside_them(sides: dict[str, bool], data: st.DataObject) -> None:
+    """Phi's end of turn takes the newline behind it."""
+    question, tokenizer = data.draw(outside("chatml")), greedy(**sides)
+    ids, plain = (render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in (question, "x"))
+    assert control(tokenizer, ids) == control(tokenizer, plain)
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+    assert "".join(readable(tokenizer, ids).split()) == "".join(squeezed(shown).split())
+    harmless = question.replace("<|", "< |").replace("|>", "| >")
+    ours = render_prompt(tokenizer, [{"role": "user", "content": harmless}])
+    assert ours == tokenizer.apply_chat_template([{"role": "user", "content": harmless}], add_generation_prompt=True)["input_ids"]
+    assert ids != ours or question == harmless
+
+
+@functools.cache
+def greedy(**sides: bool) -> Any:
+    """ChatML, whose special tokens take the space beside them."""
+    from tokenizers import AddedToken
+
+    tokenizer = copy.deepcopy(make("chatml"))
+    tokens = [AddedToken(t, special=True, normalized=False, **sides) for t in FAMILIES["chatml"]["special"]]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens, "eos_token": tokens[2]})
+    return tokenizer
 
 
 def test_no_text_can_hold_what_stands_before_a_text() -> None:

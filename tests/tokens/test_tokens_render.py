@@ -206,8 +206,8 @@ def test_tokens_that_swallow_the_space_behind_them() -> None:
     assert len(tokenizer("<|end|>\n")["input_ids"]) == 1
     tokens, mask = render_example(tokenizer, talk)
     assert tokens == theirs(tokenizer, talk, generate=False) and spoken(tokenizer, tokens, mask) == "first<|end|>second<|end|>"
-    with pytest.raises(DataError, match="cannot encode it as ordinary text"):
-        render_prompt(tokenizer, "a <|end|> b", chat=True)
+    ids = render_prompt(tokenizer, "a <|end|> b", chat=True)
+    assert tokenizer.decode(ids) == "<|say|>user\na <|end|> b<|end|><|say|>assistant\n" and ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_special_text_in_an_answer_does_not_end_it() -> None:
