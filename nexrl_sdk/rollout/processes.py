@@ -146,17 +146,17 @@ def _schema(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _TASKS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"maths": _maths, "pattern": _pattern, "schema": _schema}
+_NEEDS = {"maths": "math_verify", "schema": "jsonschema"}  # what takes long to load
 
 # %% ../../nbs/43_rollout.processes.ipynb #e288ccf7
-def _serve(rest: float) -> None:
+def _serve(rest: float, kind: str = "") -> None:
     """A process's whole life: a line of JSON in, a line of JSON out."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints, prints elsewhere
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
-    for module in ("math_verify", "jsonschema"):  # loaded before the clock runs
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+    with contextlib.suppress(ImportError, KeyError):
+        importlib.import_module(_NEEDS[kind])  # loaded before the clock runs
     _say(out, {"ready": True})
     while True:
         try:
@@ -200,10 +200,10 @@ def _confine(limit: float) -> None:
 class _Process:
     """One process that works, seen from here."""
 
-    def __init__(self, rest: float, limit: float):
+    def __init__(self, rest: float, limit: float, kind: str):
         home = str(Path(__file__).resolve().parents[2]) if "__file__" in globals() else os.getcwd()
         path = os.pathsep.join(p for p in (home, os.environ.get("PYTHONPATH", "")) if p)
-        command = [sys.executable, "-P", "-c", f"from nexrl_sdk.rollout.processes import _serve; _serve({rest!r})"]
+        command = [sys.executable, "-P", "-c", f"from nexrl_sdk.rollout.processes import _serve; _serve({rest!r}, {kind!r})"]
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, start_new_session=True)
         self.served = 0
@@ -364,7 +364,7 @@ class Processes:
                     raise
         elif process is not None:
             self._drop(process)
-        process = _Process(self.rest, self.start_limit)
+        process = _Process(self.rest, self.start_limit, str(task["kind"]))
         with self._lock:
             self._there.add(process)
         return self._once(process, task, limit)
