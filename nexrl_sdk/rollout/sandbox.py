@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from . import inside
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator
+from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, waiting
 from ..types import ConfigError, EvaluatorError, nearest
 
 # %% auto #0
@@ -220,8 +220,10 @@ class _Places:
 
     def __enter__(self) -> None:
         with self.changed:
-            while not self.changed.wait_for(lambda: self.taken < _most(), _WAKE):
-                continue
+            if self.taken >= _most():
+                with waiting():
+                    while not self.changed.wait_for(lambda: self.taken < _most(), _WAKE):
+                        continue
             self.taken += 1
 
     def __exit__(self, *error: object) -> None:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 
 from nexrl_sdk.rollout import inside
 from nexrl_sdk.rollout import sandbox as room
-from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, EvaluationRunResult, score
+from nexrl_sdk.rollout.evaluator import BaseEvaluationTarget, EvaluationRunResult, as_evaluator, score
 from nexrl_sdk.rollout.sandbox import CodeEvaluator, Sandbox, extract_code, how_confined, same_output, seccomp_filter
 from nexrl_sdk.types import ConfigError, EvaluatorError
 
@@ -187,6 +187,20 @@ def test_no_more_run_at_once_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TypeError):
         sandbox.run("pass", args=[object()], stdin=object())  # type: ignore[arg-type,list-item]
     assert room._PLACES.taken == 0
+
+
+def test_the_wait_for_a_place_is_no_time_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(row: dict[str, Any], answer: str) -> float:
+        with room._PLACES:
+            return 1.0
+
+    monkeypatch.setattr(room, "_most", lambda: 1)
+    with ThreadPoolExecutor(1) as pool:
+        with room._PLACES:
+            found = pool.submit(score, as_evaluator(waits), {}, BaseEvaluationTarget("x"), timeout=3.0)
+            time.sleep(3.5)
+            assert not found.done()
+        assert found.result().reward == 1.0
 
 
 def test_a_forked_process_has_room_of_its_own() -> None:
