@@ -214,17 +214,21 @@ class _Process:
         if not self.served:
             self._wait_for_it()
         self.served += 1
-        before = _spent(self.process.pid)
+        begin = _spent(self.process.pid)
+
+        def held_up() -> bool:
+            spent = _spent(self.process.pid)
+            return begin is not None and spent is not None and spent - begin < limit * _OWN
+
         try:
             self.process.stdin.write(json.dumps({**task, "limit": limit}).encode() + b"\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
         except OSError:
             raise _Gone(self.process.wait()) from None
         try:
-            return self._line(limit)
+            return self._line(limit, held_up)
         except _Late:
-            spent = _spent(self.process.pid)
-            raise _Late(before is None or spent is None or spent - before >= limit * _OWN) from None
+            raise _Late(own=not held_up()) from None
 
     def _wait_for_it(self) -> None:
         """Until it can serve."""
@@ -233,8 +237,8 @@ class _Process:
         if "ready" not in answer:
             raise _Gone(self.process.wait())
 
-    def _line(self, limit: float) -> dict[str, Any]:
-        clock = _Clock(limit, self.process.kill)
+    def _line(self, limit: float, held_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        clock = _Clock(limit, self.process.kill, held_up)
         try:
             line = self.process.stdout.readline()  # type: ignore[union-attr]
         finally:
@@ -255,28 +259,38 @@ class _Process:
 
 
 class _Clock:
-    """Calls a function after some time, unless it is stopped before."""
+    """Calls a function after some time, or a few times that where others hold up the work, unless it is stopped before."""
 
-    def __init__(self, seconds: float, function: Callable[[], Any]):
+    def __init__(self, seconds: float, function: Callable[[], Any], held_up: Callable[[], bool]):
         self._function, self._lock, self._over, self._late = function, threading.Lock(), False, False
-        self._timer = threading.Timer(seconds, self._ring)
+        self._seconds, self._held_up, self._left = seconds, held_up, _PATIENCE
+        self._start()
+
+    def _start(self) -> None:
+        self._left -= 1
+        self._timer = threading.Timer(self._seconds, self._ring)
         self._timer.daemon = True
         self._timer.start()
 
     def _ring(self) -> None:
         with self._lock:
-            if not self._over:
-                self._late = True
-                self._function()
+            if self._over:
+                return
+            if self._left and self._held_up():
+                self._start()
+                return
+            self._late = True
+            self._function()
 
     def stop(self) -> bool:  # whether it was too late
         with self._lock:
             self._over = True
-        self._timer.cancel()
+            self._timer.cancel()
         return self._late
 
 
 _OWN = 0.2  # of the limit: who spent less processor time than this was held up by others
+_PATIENCE = 5  # times the limit that such a one is waited for
 
 
 def _spent(pid: int) -> float | None:

@@ -162,6 +162,15 @@ def test_what_was_held_up_or_ended_by_others_stays_an_error(pool):
         with pytest.raises(EvaluatorError, match="hardly given processor time") as e:
             alone.ask(task, 0.5)
         assert not isinstance(e.value, Unchecked)
+        assert alone.ask(task, 30)["right"]
+        (pid,) = alone.pids
+        os.kill(pid, signal.SIGSTOP)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(alone.ask(task, 10)))
+        thread.start()
+        os.kill(pid, signal.SIGCONT)
+        thread.join(60)
+        assert found[0]["right"]
         with pytest.raises(Unchecked, match="no result within"):
             alone.ask({**task, "pattern": "(a+)+b", "text": "a" * 64}, 1.0)
     finally:
