@@ -152,17 +152,20 @@ def _encode_behind(
 
 
 def _piecewise(tokenizer: Any, text: str, mark: str) -> list[int]:
-    pattern, ids, at, greedy = _special_pattern(tokenizer), [], 0, _greedy(tokenizer)
+    pattern, ids, at, greedy = _special_pattern(tokenizer), list[int](), 0, _greedy(tokenizer)
     for match in [*(pattern.finditer(text) if pattern else ()), None]:
         piece = text[at : match.start() if match else len(text)]
-        piece = piece.lstrip() if at and ids[-1] in greedy["rstrip"] else piece
-        piece = piece.rstrip() if match and _special(tokenizer)[match[0]] in greedy["lstrip"] else piece
+        piece = piece.lstrip(_SPACE) if at and ids[-1] in greedy["rstrip"] else piece
+        piece = piece.rstrip(_SPACE) if match and _special(tokenizer)[match[0]] in greedy["lstrip"] else piece
         piece = piece.replace(mark, "") if mark else piece
         ids += _literal_encode(tokenizer, piece, at > 0) if piece else []
         if match:
             ids.append(_special(tokenizer)[match[0]])
             at = match.end()
     return ids
+
+
+_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")  # as Unicode has it; Python counts four separators more
 
 
 def _greedy(tokenizer: Any) -> dict[str, set[int]]:
