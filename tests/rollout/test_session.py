@@ -74,7 +74,10 @@ def test_answers_of_one_request_share_their_prompt():
     assert len(found) == 3 and {r.number for r in first} == {0, 1, 2}
 
 
-def test_the_recipe_governs_how_and_the_agent_when_it_ends(caplog):
+def test_the_recipe_governs_how_and_the_agent_when_it_ends(caplog, monkeypatch):
+    from nexrl_sdk.rollout import session as room
+
+    monkeypatch.setattr(room, "_TOLD", set())  # what was said before in this process
     backend = Scripted(["yes"])
     session = Session(backend, sampling=SamplingParams(max_tokens=50, temperature=0.7, seed=5))
     with caplog.at_level(logging.INFO, "nexrl_sdk.rollout.session"):
