@@ -757,8 +757,9 @@ def load_tokenizer(
     if Path(path).is_dir() and not any(next(Path(path).glob(g), None) for g in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model folder {path} has no tokenizer files; name another folder or Hub id in model.tokenizer")  # transformers would make an empty one
     try:
-        loader = PreTrainedTokenizerFast if _is_plain(Path(path)) else AutoTokenizer
-        return loader.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        if _is_plain(Path(path)):
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"{path!r} has no tokenizer that can be loaded; name another in model.tokenizer: {str(e).splitlines()[0]}") from e
 
