@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from .agent_config import IGNORED_LLM, SAMPLING, SUB_AGENT, AgentConfig, InMemoryTracer, ToolResult, load_tracers
 from .chat import ChatClient, NexAUAgent, completion_dict, has_nexau, trace_of
-from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _finite_metrics, _score_of, as_evaluator, as_result, own_row, score
+from .evaluator import BaseEvaluationTarget, EvaluationRunResult, Evaluator, NexAUEvaluationTarget, Score, _finite_metrics, _score_of, as_evaluator, as_result, of_main_thread, own_row, score
 from .rollouts import Rollouts, _runs, score_fields
 from .session import Reply, Session, SessionClosed, session_trajectories
 from .tools import as_text, cut_middle
@@ -596,7 +596,7 @@ class AgentRolloutWorker(JudgedByRun):
             return self._overflowed(rollout, error, where)
         if ours or isinstance(error, SessionClosed):  # what was said until then cannot be shown, say
             return self._failed(rollout, error)
-        if isinstance(error, KeyboardInterrupt):
+        if of_main_thread(error):
             raise error
         if isinstance(error, EvaluatorError) and rollout.judged is not None:
             return self._given(self._trajectories(rollout, _last_words(rollout.session)), rollout.judged)

@@ -94,9 +94,9 @@ def error_line(
         return error
     try:
         said = str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # noqa: BLE001 - a user's exception may not be able to say what it is
+    except BaseException as e:  # a user's exception may not be able to say what it is
+        if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
         said = f"(its message cannot be read: {type(e).__name__})"
     said = said if len(said) <= 2000 else f"{said[:2000]}… ({len(said) - 2000} more characters)"
     return f"{type(error).__name__}: {said}".removesuffix(": ")

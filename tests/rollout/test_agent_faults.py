@@ -217,11 +217,25 @@ def test_whatever_an_agent_raises_is_the_rollouts_cause(error, tmp_path):
     assert len(type(found)(found).load(found.save(tmp_path / "r.jsonl"))) == 4
 
 
-def test_a_ctrl_c_in_an_agent_is_one():
-    def agent(query, session):
+class Unsaid(Exception):
+    def __str__(self) -> str:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Unsaid()])
+def test_a_ctrl_c_reaches_the_main_thread_and_what_an_agent_raises_is_its_own(error):
+    def agent(query, session):
+        raise error
+
+    found = worker(agent, retries=0).run([ROW])
+    assert {t.status for t in found} == {"failed"} and type(error).__name__ in found[0].error
+
+
+def test_an_agent_that_is_stopped_ends_the_run():
+    def agent(query, session):
+        raise Interrupted("stopped")
+
+    with pytest.raises(Interrupted):
         worker(agent).run([ROW])
 
 
