@@ -30,7 +30,7 @@ def pad_token_id(
 
 # %% ../../nbs/10_tokens.render.ipynb #f8bcf550
 _LITERAL: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()  # tokenizer -> (size, copy of its core that knows no special tokens)
-_SPECIAL: WeakKeyDictionary[Any, tuple[int, dict[str, int], re.Pattern[str] | None]] = WeakKeyDictionary()  # tokenizer -> (size, special tokens, what matches one)
+_SPECIAL: WeakKeyDictionary[Any, tuple[int, dict[str, int], re.Pattern[str] | None, dict[str, set[int]]]] = WeakKeyDictionary()  # tokenizer -> (size, special tokens, what matches one, those that take spaces)
 _PRIVATE = (range(0xE0F0, 0xE100), range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # characters without a meaning in any text
 _BEFORE = f"\ue0ef{secrets.token_hex(16)}\ue0ef"  # a token of the copy alone, for tokenizers that begin a text otherwise than what follows a special token; nobody can write it
 
@@ -46,7 +46,8 @@ def _special(tokenizer: Any) -> dict[str, int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {t.content: int(i) for i, t in added.items() if t.special and t.content}
     pattern = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True))) if special else None
-    _SPECIAL[tokenizer] = _size(tokenizer), special, pattern
+    greedy = {side: {int(i) for i, t in added.items() if t.special and getattr(t, side, False)} for side in ("lstrip", "rstrip")}
+    _SPECIAL[tokenizer] = _size(tokenizer), special, pattern, greedy
     return special
 
 
@@ -170,8 +171,8 @@ _SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c
 
 def _greedy(tokenizer: Any) -> dict[str, set[int]]:
     """Special tokens that take the space behind them (rstrip) or before them (lstrip)."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {side: {int(i) for i, t in added.items() if t.special and getattr(t, side, False)} for side in ("lstrip", "rstrip")}
+    _special(tokenizer)
+    return _SPECIAL[tokenizer][3]
 
 
 def _ids(encoded: Any) -> list[int]:
