@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("steady", derandomize=True)  # the same examples in every run; --hypothesis-profile=default looks for others
+settings.load_profile("steady")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests, and what they start, shall hear an interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -118,6 +118,9 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+EARLIER: list[threading.Thread] = []  # threads of other tests
+
+
 def threads_named(*prefixes: str) -> list[threading.Thread]:
-    """Threads that still run."""
-    return [t for t in threading.enumerate() if t.name.startswith(prefixes)]
+    """Threads of this test that still run."""
+    return [t for t in threading.enumerate() if t.name.startswith(prefixes) and t not in EARLIER]

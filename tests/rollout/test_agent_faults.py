@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from agent_world import PLAIN, Recorded, Scripted, call, check_exact, threads_named, wait_for
+from agent_world import EARLIER, PLAIN, Recorded, Scripted, call, check_exact, threads_named, wait_for
 
 from nexrl_sdk import LocalBackend, Recipe, Trainer
 from nexrl_sdk.rollout.agent import AgentRolloutWorker, RolloutRunner
@@ -29,6 +29,11 @@ def right(row, answer):
 
 def ask(query, session):
     return session.complete([{"role": "user", "content": query}]).message["content"]
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    EARLIER[:] = threading.enumerate()
 
 
 def worker(agent, say=("42",), **settings):
@@ -163,7 +168,7 @@ def test_the_stop_flag_ends_everything():
     thread.join(60)
     assert str(caught[0]) == "stopped while rollouts were under way"
     wait_for(lambda: not threads_named("rollout-"))
-    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread() and t not in EARLIER)
 
 
 def test_a_flag_that_is_set_already_starts_nothing():

@@ -70,6 +70,11 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
+def callers() -> set[threading.Thread]:
+    """Threads that call an agent, those of other tests among them."""
+    return {t for t in threading.enumerate() if t.name == "nexrl-agent"}
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not asked for is none."""
     try:
@@ -202,7 +207,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_task_that_hangs_is_given_up_and_the_next_works(agents: Any, tmp_path: Path) -> None:
-    each = agents()
+    each, before = agents(), callers()
     assert ask(each) == "fine"
     (old,), began = pids(each), tmp_path / "began"
     with pytest.raises(AgentError, match=r"did not end within 0\.2 s"):
@@ -218,7 +223,8 @@ def test_a_task_that_hangs_is_given_up_and_the_next_works(agents: Any, tmp_path:
         cancel.set()
         with pytest.raises(SessionClosed):
             asked.result()
-    assert ask(each) == "fine" and not [t for t in threading.enumerate() if t.name == "nexrl-agent"]
+    assert ask(each) == "fine"
+    until(lambda: callers() <= before)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -253,11 +259,11 @@ def test_an_agent_that_hears_of_the_end_keeps_its_process(agents: Any, tmp_path:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_process_that_does_not_read_is_replaced(agents: Any) -> None:
-    each = agents("import os, time; os.path.exists('/') and time.sleep(1000)")
+    each, before = agents("import os, time; os.path.exists('/') and time.sleep(1000)"), callers()
     for _ in range(2):
         with pytest.raises(AgentError, match="did not end"):
             run_function(each, "http://h/1", {"q": "x" * (1 << 20)}, timeout=0.2)  # more than a pipe holds
-    until(lambda: not [t for t in threading.enumerate() if t.name == "nexrl-agent"])
+    until(lambda: callers() <= before)
 
 
 # -- what it leaves behind ------------------------------------------------------------------------------------------

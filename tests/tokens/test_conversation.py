@@ -168,6 +168,7 @@ class Trial:
         assert rest.replace(" ", "").endswith(new.replace(" ", ""))
         shown = rest[: len(rest) - len(new)] if rest.endswith(new) else rest[: len(rest) - len(new) - 1]
         end = self.tokenizer.decode(drew[-1:]) if drew and drew[-1] in _special(self.tokenizer).values() else ""
+        shown = shown if shown.endswith(end) else shown.removesuffix(" ")  # which a tokenizer of words drops where it begins the new text
         assert shown.endswith(end)
         assert self.reads(parent, shown.removesuffix(end))
 

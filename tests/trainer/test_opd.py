@@ -154,11 +154,11 @@ def test_lora_epochs_and_clipping(models):
     """With adapters, two epochs of mini-batches and a clipped loss; the reverse KL falls, and the base model stays."""
     lora = {"lora": {"rank": 8, "alpha": 16.0}}
     algorithm = {"type": "opd", "loss_fn": "ppo", "ppo_epochs": 2, "mini_batch_size": 32}
-    settings = {"data": {"rows": ROWS, "batch_size": 8}, "trajectory_pool": {"group_size": 8}, "trainer": {"total_train_steps": 20, "optim": {"lr": 3e-3}}}
+    settings = {"data": {"rows": ROWS, "batch_size": 8}, "trajectory_pool": {"group_size": 8}, "trainer": {"total_train_steps": 40, "optim": {"lr": 1e-2}}}
     with Trainer(recipe_of(*models, model=lora, algorithm=algorithm, **settings)) as trainer:
-        history = trainer.fit(20, progress=False)
+        history = trainer.fit(40, progress=False)
         kl = [h["distill/reverse_kl"] for h in history]
-        assert sum(kl[-3:]) < 0.8 * sum(kl[:3]) and "policy/clip_frac" in history[0]
+        assert sum(kl[-10:]) < 0.85 * sum(kl[:10]) and "policy/clip_frac" in history[0]
 
 
 def test_recomputed_logprobs_and_correction(models):
