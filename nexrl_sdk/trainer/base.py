@@ -208,11 +208,13 @@ class TrainerCore(metaclass=TrainerMeta):
         self._in_step, self._scratch, self._by_hand, self._timing = False, None, set(), {}
         self._backend, self._worker, self._stream, self._val_items = self._wiring.backend, None, None, None
         self._flow, self._flowing, self._made_worker = None, False, None
+        self._making = threading.RLock()
 
     recipe: Any  # the Recipe; None for a bare configuration
     _backend: Backend | None
     _worker: Any
     _made_worker: Any  # of the recipe, whatever is used now
+    _making: threading.RLock  # backend and worker are made once, whichever threads ask first
     _stream: DataStream | None
     _val_items: list[Any] | None
     _pending: Any  # rollouts that the next update is of
@@ -228,19 +230,21 @@ class TrainerCore(metaclass=TrainerMeta):
     @property
     def backend(self) -> Backend:
         """Where this trainer trains and samples; made from the recipe when first needed."""
-        if self._backend is None:
-            from nexrl_sdk.backend.self_hosted import make_backend
+        with self._making:
+            if self._backend is None:
+                from nexrl_sdk.backend.self_hosted import make_backend
 
-            folder = None if self.run_folder is None else self.run_folder.folder / "services"
-            self._backend, self._owns_backend = make_backend(self._recipe("a backend"), folder), True
-        return self._backend
+                folder = None if self.run_folder is None else self.run_folder.folder / "services"
+                self._backend, self._owns_backend = make_backend(self._recipe("a backend"), folder), True
+            return self._backend
 
     @property
     def worker(self) -> Any:
         """The rollout worker that the recipe describes."""
-        if self._worker is None:
-            self._worker = self._made_worker = self._recipe("rollouts").make_worker(self.backend)
-        return self._worker
+        with self._making:
+            if self._worker is None:
+                self._worker = self._made_worker = self._recipe("rollouts").make_worker(self.backend)
+            return self._worker
 
     @worker.setter
     def worker(self, value: Any) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -285,6 +286,19 @@ def test_by_hand_there_is_nothing_ahead(tmp_path):
         trainer.publish()
         trainer.fit(2, progress=False)
         assert [len(line["trained"]) for line in trainer.run_folder.ledger()] == [4, 3, 4, 4] and len(set(trained(trainer.run_folder))) == 15
+
+
+def test_threads_that_ask_at_once_get_one_worker(monkeypatch):
+    real, made, together = Recipe.make_worker, [], threading.Barrier(8, timeout=60)
+
+    def slowly(self, backend):
+        time.sleep(0.05)
+        made.append(real(self, backend))
+        return made[-1]
+
+    monkeypatch.setattr(Recipe, "make_worker", slowly)
+    with make() as trainer, ThreadPoolExecutor(8) as pool:
+        assert {id(w) for w in pool.map(lambda _: together.wait() + 1 and trainer.worker, range(8))} == {id(made[0])} and len(made) == 1
 
 
 def test_evaluators_at_once_are_as_many_as_the_recipe_says(tmp_path):
