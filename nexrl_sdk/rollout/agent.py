@@ -643,9 +643,10 @@ class AgentRolloutWorker(JudgedByRun):
         found = session_trajectories(rollout.session.family(), **{**rollout.fields, **own, **fields})
         if not found:
             raise BackendError("the agent ended without asking the model anything: nothing was sampled, so nothing can be learned")
-        counted = _counted(rollout, found, own["agent"])
-        for t in found if counted else ():
-            t.update(counted)
+        if not _kept_here(rollout, own["trace"]):
+            counted = _counted(found, own["agent"], own["trace"])
+            for t in found:
+                t.update(counted)
         if rollout.causes:
             found[0]["attempts"] = list(rollout.causes)
         return found
@@ -660,10 +661,12 @@ class AgentRolloutWorker(JudgedByRun):
     def _failed(self, rollout: _Rollout, error: BaseException) -> list[Trajectory]:
         """One trajectory that says what went wrong, with what was sampled until then."""
         what: dict[str, Any] = {"status": "failed", "error": error_line(error), "traceback": cut_middle("".join(tb.format_exception(error)), 8000)[0], "agent": _numbers(rollout.session, "failed")}
-        more = {**({"attempts": list(rollout.causes)} if rollout.causes else {}), "trace": rollout.trace()}
+        trace = rollout.trace()
         kept = session_trajectories(rollout.session, **{**rollout.fields, **what})[:1]
         made = kept[0] if kept else Trajectory(**{"prompt": str(rollout.task.get(self.prompt_key, ""))[:2000], **rollout.fields, **what})
-        made.update({**more, **_counted(rollout, session_trajectories(rollout.session.family()), what["agent"])})
+        made.update({**({"attempts": list(rollout.causes)} if rollout.causes else {}), "trace": trace})
+        if not _kept_here(rollout, trace) and (family := session_trajectories(rollout.session.family())):
+            made.update(_counted(family, what["agent"], trace))
         return [made]
 
     def _late(self, task: Task, member: int) -> list[Trajectory]:
@@ -858,11 +861,13 @@ def _numbers(session: Session, ended: str = "answer") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _counted(rollout: _Rollout, found: Sequence[Trajectory], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not known from this package's own loop, from what was said: the calls of tools, and the steps where nobody kept them."""
-    kept = rollout.trace()
-    if not found or (kept and any("tracer" in s.meta for s in rollout.session.family())):
-        return {}
+def _kept_here(rollout: _Rollout, trace: Mapping[str, Any]) -> bool:
+    """Whether this package's own loop has kept the steps and counted the calls."""
+    return bool(trace) and any("tracer" in s.meta for s in rollout.session.family())
+
+
+def _counted(found: Sequence[Trajectory], numbers: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What another loop has not told, from what was said: the calls of tools, and the steps where nobody kept them."""
     said = trace_of(found)
     tools = [s for s in said["children"] if s["type"] == "TOOL"]
     return {"trace": kept or said, "agent": {**numbers, "tool_calls": len(tools), "tool_errors": sum(s["error"] is not None for s in tools)}}
