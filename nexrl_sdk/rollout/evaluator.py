@@ -69,7 +69,7 @@ def made_with(
 def _check_keywords(cls: type, given: Mapping[str, Any]) -> None:
     """ConfigError where an evaluator of this package is given a setting that it does not have."""
     made = cls.__init__  # type: ignore[misc]
-    if not getattr(made, "__module__", "").startswith("nexrl_sdk."):
+    if not str(getattr(made, "__module__", None)).startswith("nexrl_sdk."):  # code without a name has none
         return
     known = [n for n, p in inspect.signature(made).parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"]
     for name in given:
