@@ -482,7 +482,7 @@ def test_a_share_or_all(sandbox: Sandbox) -> None:
 def test_time_that_runs_out_keeps_what_passed() -> None:
     if MODE == "none":
         pytest.skip(REASON)
-    result = judged(Sandbox(seconds=2.0), "def f(x):\n    while x: pass\n    return 0", "assert f(0) == 0\nassert f(1) == 0\nassert f(0) == 0\n")
+    result = judged(Sandbox(seconds=4.0), "def f(x):\n    while x: pass\n    return 0", "assert f(0) == 0\nassert f(1) == 0\nassert f(0) == 0\n")
     assert result.reward == pytest.approx(1 / 3) and result.metrics["timeout"] == 1.0 and "timeout" in result.extra_info["failures"][0]
 
 
