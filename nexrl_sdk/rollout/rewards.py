@@ -13,6 +13,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
+from abc import abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -46,13 +47,13 @@ class ReadyMade(Evaluator):
         self.column, self.extract, self.truth_extract = column, check_how(extract), check_how(truth_extract)
         self.reward_name, self.reward_weight = name or type(self).__name__, float(weight)
 
+    @abstractmethod
     def compare(
         self,
         given: str,
         truth: str,
     ) -> tuple[float, dict[str, float]]:  # the reward, and metrics
         """How good an answer is."""
-        raise NotImplementedError
 
     def truths(
         self,

@@ -105,7 +105,7 @@ def test_other_kinds_of_sockets_cannot_be_made() -> None:
 
 def test_files_of_the_host_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
-    paths = [str(tmp_path / "secret"), __file__, "/root/.bashrc", "/etc/shadow", "/etc/passwd", "/etc/hostname", "/proc/1/root/etc/passwd", "/var/lib/dpkg/status", "/sys/kernel/uevent_seqnum"]
+    paths = [str(tmp_path / "secret"), __file__, os.path.expanduser("~/.bashrc"), "/etc/shadow", "/etc/passwd", "/etc/hostname", "/proc/1/root/etc/passwd", "/var/lib/dpkg/status", "/sys/kernel/uevent_seqnum"]
     refused(f"for path in {paths!r}: print(tried(open, path))")
     refused(f"import os\nfor path in ('/root', '/home', '/etc', '/var', '/sys', {str(Path(__file__).parent)!r}): print(tried(os.listdir, path))")
 
